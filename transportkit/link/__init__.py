@@ -1,0 +1,25 @@
+"""Links: frames on a byte stream or on a user's own channel; no messages and no decisions belong here.
+
+`base` has the frame, the contract and `wait`; `sockets` the links over unix, tcp and inherited sockets; `custom` adapts
+an object of the user's.
+"""
+
+from __future__ import annotations
+
+from transportkit.link.base import CONTROL, HEAD, PAYLOAD, Link, close_in_child, wait
+from transportkit.link.custom import CustomLink, UserLink
+from transportkit.link.sockets import READ_AHEAD, SocketLink, pair_sockets
+
+__all__ = [
+    "CONTROL",
+    "HEAD",
+    "PAYLOAD",
+    "READ_AHEAD",
+    "CustomLink",
+    "Link",
+    "SocketLink",
+    "UserLink",
+    "close_in_child",
+    "pair_sockets",
+    "wait",
+]

@@ -1,0 +1,397 @@
+"""Links over stream sockets: unix, tcp and inherited ones; no listening, dialling or authentication belongs here.
+
+Sockets are non-blocking, and a call waits in `select.poll`, so descriptor numbers may be above 1024. While a call waits
+to write it also reads, into a bounded read-ahead: so two sides that write at once do not stop each other over
+acknowledgements, and the death of a peer is noticed at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import select
+import socket
+import threading
+from typing import TYPE_CHECKING, NoReturn
+
+from transportkit.errors import ClosedError, DeadlineError, ForkedError, PeerLostError, ProtocolError
+from transportkit.link.base import CONTROL, HEAD, PAYLOAD, Link, close_in_child, milliseconds
+from transportkit.wire import CONTROL_FRAME_LIMIT, HANDSHAKE_FRAME_LIMIT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transportkit.deadline import Deadline
+
+__all__ = ["READ_AHEAD", "SocketLink", "pair_sockets"]
+
+#: Most that is read before somebody asks for it, in bytes; any frame of the handshake fits.
+READ_AHEAD = HANDSHAKE_FRAME_LIMIT + 4096
+
+#: Bytes per read: small, so that little of a payload passes through the read-ahead; large, for bodies that have begun.
+_SMALL, _LARGE = 1 << 15, 1 << 18
+#: Most buffers of one `sendmsg` (Linux takes 1024).
+_VECTOR = 512
+#: Send buffer of a unix socket in bytes, which the kernel doubles: the best of 100 to 4000 KB, as beyond it the bytes leave
+#: the cache on their way. It is within the usual net.core.wmem_max.
+_UNIX_BUFFER = 212992
+
+
+class SocketLink(Link):
+    """A link over a connected stream socket, which it owns; made by `over`."""
+
+    control_limit: int = CONTROL_FRAME_LIMIT
+    """Longest control frame, in bytes, for the rest of which `poll` waits; `recv` has its own limit."""
+
+    def __init__(self, sock: socket.socket, kind: str, peer: str, path: str, ahead: bytes) -> None:
+        self.kind = kind
+        self.path = path
+        self.peer = peer
+        self._sock = sock
+        self._poller = select.poll()
+        self._waited = select.POLLIN
+        self._poller.register(sock, self._waited)
+        self._ahead = bytearray(ahead)  # read, not asked for yet
+        self._left = bytearray()  # accepted by try_send, not written yet
+        self._unusable: ClosedError | ForkedError | None = None
+        self._lost = False  # nothing more can be read
+        self._deaf = False  # nothing more can be written
+        self._cause: OSError | None = None  # of either
+        self._lock = threading.RLock()  # abort() must not meet a descriptor that close() gave back
+        close_in_child(self)
+
+    @classmethod
+    def over(
+        cls,
+        sock: socket.socket,
+        kind: str = "pair",
+        peer: str = "the peer",
+        *,
+        path: str = "",
+        ahead: bytes = b"",
+        user_timeout: float = 60.0,
+    ) -> SocketLink:
+        """A link over a connected unix or tcp stream socket.
+
+        Args:
+            sock: owned by the link from now on.
+            peer: who is at the other end, in words.
+            path: the unix socket's absolute path; empty for others.
+            ahead: bytes that were read from the socket already and belong to the frames.
+            user_timeout: seconds after which tcp gives up a peer that acknowledges nothing (``TCP_USER_TIMEOUT``).
+        """
+        sock.setblocking(False)
+        sock.set_inheritable(False)
+        if sock.family == socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
+        else:
+            idle = max(1, int(user_timeout / 2))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, idle // 4))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(user_timeout * 1000)))
+        return cls(sock, kind, peer, path, ahead)
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def send(self, body: bytes, deadline: Deadline) -> None:
+        self._send([HEAD.pack(CONTROL, len(body)), body], deadline)
+
+    def send_payload(self, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:
+        views = [memoryview(part) for part in parts]
+        self._send([HEAD.pack(PAYLOAD, sum(view.nbytes for view in views)), *views], deadline)
+
+    def _send(self, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:
+        self._check()
+        todo = [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
+        while not self._flush():
+            self._await_writable(deadline)
+        first, begun = 0, False
+        try:
+            while first < len(todo):
+                try:
+                    sent = self._sock.sendmsg(todo[first : first + _VECTOR], (), socket.MSG_NOSIGNAL)
+                except BlockingIOError:
+                    self._await_writable(deadline)
+                    continue
+                except OSError as error:
+                    self._raise_deaf(error)
+                begun = True
+                if self.renew_on_progress:
+                    deadline.renew()
+                while sent:
+                    here = todo[first].nbytes
+                    if sent < here:
+                        todo[first] = todo[first][sent:]
+                        break
+                    sent -= here
+                    first += 1
+        except BaseException as error:
+            if begun:
+                self._break(error)
+            raise
+
+    def try_send(self, body: bytes) -> bool:
+        self._check()
+        if not self._flush():
+            return False
+        frame = HEAD.pack(CONTROL, len(body)) + body
+        try:
+            sent = self._sock.send(frame, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._raise_deaf(error)
+        self._left += frame[sent:]
+        return True
+
+    def _flush(self) -> bool:
+        """Write what `try_send` left over, without waiting; whether all of it is written."""
+        if self._deaf or self._lost:
+            self._raise_lost()
+        while self._left:
+            try:
+                sent = self._sock.send(self._left, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                self._raise_deaf(error)
+            del self._left[:sent]
+        return True
+
+    def _await_writable(self, deadline: Deadline) -> None:
+        """Wait until more can be written; read meanwhile."""
+        reading = not self._lost and len(self._ahead) < READ_AHEAD
+        got = self._wait(select.POLLOUT | (select.POLLIN if reading else 0), deadline)
+        if reading and got & ~select.POLLOUT:
+            self._ahead += self._now(_LARGE) or b""
+        if self._lost:
+            self._raise_lost()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def recv(self, deadline: Deadline, limit: int = CONTROL_FRAME_LIMIT) -> bytes:
+        return self._receive(CONTROL, limit, deadline, None)
+
+    def recv_payload(self, limit: int, deadline: Deadline) -> bytes:
+        return self._receive(PAYLOAD, limit, deadline, None)
+
+    def recv_payload_into(self, view: memoryview, deadline: Deadline) -> None:
+        self._receive(PAYLOAD, view.nbytes, deadline, view.cast("B") if view.nbytes else view)
+
+    def _receive(self, kind: int, limit: int, deadline: Deadline, view: memoryview | None) -> bytes:
+        self._check()
+        headless = False
+        try:
+            length = self._head(kind, limit, deadline)
+            if view is not None and length != view.nbytes:
+                raise ProtocolError(f"{self.peer} sent a payload of {length} bytes where {view.nbytes} were agreed")
+            if kind == CONTROL:
+                return self._control(length, deadline)
+            del self._ahead[: HEAD.size]
+            headless = True
+            body = b""
+            if view is not None:
+                self._fill(view, deadline)
+            else:
+                body = self._collect(length, deadline)
+            if self.renew_on_progress:
+                deadline.renew()
+            return body
+        except BaseException as error:
+            if headless or isinstance(error, ProtocolError) or (isinstance(error, DeadlineError) and self._ahead):
+                self._break(error)
+            raise
+
+    def _head(self, kind: int, limit: int, deadline: Deadline) -> int:
+        """The length of the next frame's body; its head stays in the read-ahead."""
+        while len(self._ahead) < HEAD.size:
+            self._ahead += self._some(_SMALL, deadline)
+        found, length = HEAD.unpack_from(self._ahead)
+        if found != kind:
+            names = {CONTROL: "a control frame", PAYLOAD: "a payload frame"}
+            what = names.get(found, f"a frame of kind {found}")
+            raise ProtocolError(f"{self.peer} sent {what} instead of {names[kind]}")
+        if length > limit:
+            raise ProtocolError(f"{self.peer} announced a frame of {length} bytes where at most {limit} are allowed")
+        return int(length)
+
+    def _control(self, length: int, deadline: Deadline) -> bytes:
+        """The body of a control frame, kept whole in the read-ahead until it is complete."""
+        end = HEAD.size + length
+        while (missing := end - len(self._ahead)) > 0:
+            # Memory grows with what came, not with what was claimed.
+            self._ahead += self._some(min(_LARGE, max(_SMALL, missing)), deadline)
+        body = bytes(memoryview(self._ahead)[HEAD.size : end])
+        del self._ahead[:end]
+        if self.renew_on_progress:
+            deadline.renew()
+        return body
+
+    def _fill(self, view: memoryview, deadline: Deadline) -> None:
+        have = min(len(self._ahead), view.nbytes)
+        if have:
+            view[:have] = self._ahead[:have]
+            del self._ahead[:have]
+        while have < view.nbytes:
+            try:
+                got = self._sock.recv_into(view[have:])
+            except BlockingIOError:
+                self._await_readable(deadline)
+                continue
+            except OSError as error:
+                self._raise_lost(error)
+            if not got:
+                self._raise_lost()
+            have += got
+            if self.renew_on_progress:
+                deadline.renew()
+
+    def _collect(self, length: int, deadline: Deadline) -> bytes:
+        parts = [bytes(memoryview(self._ahead)[:length])]
+        del self._ahead[:length]
+        missing = length - len(parts[0])
+        while missing:
+            parts.append(self._some(min(_LARGE, missing), deadline))
+            missing -= len(parts[-1])
+        return b"".join(parts)
+
+    def _some(self, size: int, deadline: Deadline) -> bytes:
+        """At least one byte and at most ``size``, waiting for it."""
+        while (data := self._now(size)) is None:
+            self._await_readable(deadline)
+        if not data:
+            self._raise_lost()
+        if self.renew_on_progress:
+            deadline.renew()
+        return data
+
+    def _now(self, size: int) -> bytes | None:
+        """What is there, at most ``size`` bytes, without waiting: None for nothing yet, empty when the peer is gone."""
+        if self._lost:
+            return b""
+        try:
+            data = self._sock.recv(size)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            data, self._cause = b"", error
+        if not data:
+            self._check()  # an abort ends the stream as well
+            self._lost = True
+        return data
+
+    def _await_readable(self, deadline: Deadline) -> None:
+        self._wait(self.events(), deadline)
+        if self._left:
+            self._flush_quietly()
+
+    def _flush_quietly(self) -> None:
+        with contextlib.suppress(PeerLostError):  # what came before the end is still to be read
+            self._flush()
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        self._check()
+        if self._left:
+            self._flush_quietly()
+        while not self._at_hand():
+            if (data := self._now(_SMALL)) is None:
+                return False
+            if not data:
+                self._raise_lost()
+            self._ahead += data
+        return True
+
+    def _at_hand(self) -> bool:
+        if len(self._ahead) < HEAD.size:
+            return False
+        kind: int
+        length: int
+        kind, length = HEAD.unpack_from(self._ahead)
+        wanted = HEAD.size + length
+        return kind != CONTROL or length > self.control_limit or len(self._ahead) >= min(wanted, READ_AHEAD)
+
+    def fileno(self) -> int:
+        self._check()
+        return self._sock.fileno()
+
+    def events(self) -> int:
+        return select.POLLIN | (select.POLLOUT if self._left else 0)
+
+    def _wait(self, events: int, deadline: Deadline) -> int:
+        if deadline.expired():  # also for a peer that moves a byte now and then
+            raise deadline.error()
+        if events != self._waited:
+            self._poller.modify(self._sock, events)
+            self._waited = events
+        got = self._poller.poll(milliseconds(deadline.remaining()))
+        self._check()
+        return got[0][1] if got else 0
+
+    # -- endings ------------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._unusable is not None:
+            raise type(self._unusable)(str(self._unusable))
+
+    def _break(self, error: BaseException) -> None:
+        if self._unusable is None:
+            why = str(error) or type(error).__name__
+            self._unusable = ClosedError(f"the link to {self.peer} is unusable since an earlier error: {why}")
+
+    def _raise_lost(self, cause: OSError | None = None) -> NoReturn:
+        self._check()
+        self._lost = True
+        self._cause = cause = cause or self._cause
+        usual = cause is None or cause.errno in (errno.ECONNRESET, errno.EPIPE)
+        how = "hung up" if usual else f"was lost ({cause and cause.strerror})"
+        where = " in the middle of a frame" if self._ahead else ""
+        raise PeerLostError(f"{self.peer} {how}{where}; look there for why it ended", peer=self.peer) from cause
+
+    def _raise_deaf(self, cause: OSError) -> NoReturn:
+        self._check()
+        self._deaf, self._cause = True, cause
+        self._left.clear()
+        raise PeerLostError(
+            f"{self.peer} takes nothing more ({cause.strerror}); look there for why it ended", peer=self.peer
+        ) from cause
+
+    def abort(self) -> None:
+        with self._lock:
+            if self._unusable is None:
+                self._unusable = ClosedError(f"the link to {self.peer} was aborted")
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)  # wakes whoever waits on it
+
+    def close(self) -> None:
+        with self._lock:
+            if self._sock.fileno() < 0:
+                return
+            if self._left and self._unusable is None:
+                with contextlib.suppress(OSError):
+                    self._sock.send(self._left, socket.MSG_NOSIGNAL)
+            self._unusable = ClosedError(f"the link to {self.peer} is closed")
+            with contextlib.suppress(OSError):
+                # Shut down as well: a process forked without our hook may hold the descriptor still.
+                self._sock.shutdown(socket.SHUT_WR)
+                # Unread bytes would turn the end of a tcp stream into a reset, which loses our last frames.
+                for _ in range(64 if self.kind == "tcp" else 0):
+                    if not self._sock.recv(_LARGE):
+                        break
+                self._sock.shutdown(socket.SHUT_RDWR)
+            self._sock.close()
+
+    def lose(self) -> None:
+        """In a forked child: close the descriptor, without shutting the parent's connection down."""
+        self._unusable = ForkedError(f"the link to {self.peer} is the parent process's; make a new one after the fork")
+        self._lock = threading.RLock()  # another thread of the parent may have held it
+        self._sock.close()
+
+
+def pair_sockets() -> tuple[socket.socket, socket.socket]:
+    """Two connected unix stream sockets, close-on-exec: the ends of a link that a child process inherits."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,0 +1,202 @@
+"""How a session comes about: `serve` and `connect` over an address, `pair` for a child process, `inspect` to ask only."""
+
+from __future__ import annotations
+
+import multiprocessing.context
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from transportkit import wire
+from transportkit.deadline import Deadline
+from transportkit.errors import ProtocolError, UsageError
+from transportkit.link import CustomLink, Link, SocketLink, pair_sockets
+from transportkit.listener import dial
+from transportkit.registry import choose
+from transportkit.session.inlet import Inlet
+from transportkit.session.options import Options, hello, options
+from transportkit.session.receiver import Receiver
+from transportkit.session.sender import Sender
+from transportkit.site import read_site
+
+if TYPE_CHECKING:
+    from multiprocessing.context import BaseContext
+
+
+def serve(address: str, *, receivers: int = 1, **keywords: Any) -> Sender:
+    """Listen for receivers. Binds and returns; entering the sender, or `Sender.wait`, waits for them.
+
+    Args:
+        address: ``unix:PATH`` or ``tcp://HOST:PORT``; port 0 picks one, see `Sender.address`.
+        receivers: how many are waited for.
+        backends: names of the backends that may be used, best first; by default all that are installed, in order of cost.
+        chunk_bytes: bound of a chunk, in bytes; default 16 MiB. The smaller of both sides' values is agreed.
+        slots: chunks under way at once; default 3. The smaller of both sides' values is agreed.
+        checksum: False switches digests off where both sides do so; True insists on them.
+        authkey: a secret that both sides know; needed for TCP beyond loopback.
+        allow_plaintext: allow backends whose bytes cross a network unencrypted.
+        device: where this side's tensors are; default ``"cpu"``.
+        timeout: bound on the lack of progress, in seconds; default 60.
+        wait: bound on waiting for a peer to begin, in seconds; default none.
+        progress: called with (bytes done, bytes in all) during updates.
+
+    Raises:
+        AddressError: the address is malformed, in use, too long or not permitted.
+        AuthenticationError: TCP beyond loopback without ``authkey``.
+        UnknownBackendError, BackendUnavailableError: a backend that was asked for by name.
+        UsageError: a keyword is wrong.
+    """
+    wanted = options(keywords)
+    if type(receivers) is not int or receivers < 1:
+        raise UsageError(f"receivers must be a positive integer, not {receivers!r}")
+    return Sender.listening(address, receivers, wanted)
+
+
+def connect(address: str, **keywords: Any) -> Receiver:
+    """Connect to a sender and agree with it; waits until somebody listens and until the sender is ready.
+
+    Args:
+        address: ``unix:PATH`` or ``tcp://HOST:PORT``.
+        **keywords: as for `serve`. ``wait`` bounds waiting for somebody to listen (else ``timeout`` does) and for the sender
+            to be ready.
+
+    Raises:
+        AddressError: nobody listened in time, or the address is malformed or not permitted.
+        AuthenticationError: the key or the user is refused.
+        NegotiationError: no backend serves this pair; the text says why for each.
+        PeerError, DeadlineError: the sender was lost, or silent.
+    """
+    wanted = options(keywords)
+    choose(read_site(address.partition(":")[0]), wanted.backends)
+    link = dial(address, authkey=wanted.authkey, timeout=wanted.timeout, wait=wanted.wait)
+    receiver = Receiver.over(link, wanted, {})
+    receiver.join()
+    return receiver
+
+
+def inspect(address: str, **keywords: Any) -> wire.Inspected:
+    """Ask a listening sender what it would agree with this process; takes no receiver's place. Arguments as `connect`."""
+    wanted = options(keywords)
+    choice = choose(read_site(address.partition(":")[0]), wanted.backends)
+    link = dial(address, authkey=wanted.authkey, timeout=wanted.timeout, wait=wanted.wait)
+    try:
+        inlet = Inlet(link, wanted.timeout)
+        inlet.send(hello("receiver", wanted, choice, link.kind, "inspect"))
+        deadline = Deadline(wanted.timeout, f"answer from {link.peer}")
+        while True:
+            match inlet.next(deadline):
+                case wire.Inspected() as answer:
+                    return answer
+                case wire.Hello():
+                    continue
+                case other:
+                    raise ProtocolError(f"{link.peer} answered with {type(other).__name__.lower()}")
+    finally:
+        link.close()
+
+
+def pair(ctx: BaseContext | None = None, **keywords: Any) -> tuple[Sender, Receiver]:
+    """A sender and a receiver that are connected already; one of them goes to a child process while it is being started.
+
+    Each end is used in one process only; the first use of one end closes this process's copy of the other.
+
+    Args:
+        ctx: the `multiprocessing` context that starts the child; by default the current one.
+        **keywords: as for `serve`, for both ends.
+    """
+    wanted = options(keywords)
+    context = ctx if ctx is not None else multiprocessing.get_context()
+    choice = choose(read_site("pair"), wanted.backends)
+    inherited = {}
+    for name, transport in choice.transports.items():
+        made = transport.inherit(context)
+        if made is not None:
+            inherited[name] = made
+    left, right = pair_sockets()
+    ends = _Ends(left, right)
+    return PairedSender(ends, wanted, inherited), PairedReceiver(ends, wanted, inherited)
+
+
+@attrs.define
+class _Ends:
+    """This process's copies of both ends of a pair."""
+
+    sender: socket.socket | None
+    receiver: socket.socket | None
+
+    def claim(self, role: wire.Role) -> socket.socket:
+        """Take one end for good and close the other."""
+        mine, other = (self.sender, self.receiver) if role == "sender" else (self.receiver, self.sender)
+        if mine is None:
+            raise UsageError(f"the {role} of this pair was given up when its other end was first used in this process")
+        if other is not None:
+            other.close()
+        self.sender = self.receiver = None
+        return mine
+
+
+class _Paired:
+    """An unused end of a pair: becomes a session at its first use, and can be inherited until then."""
+
+    _role: wire.Role
+
+    def __init__(self, ends: _Ends, wanted: Options, inherited: dict[str, object]) -> None:
+        self._unused: tuple[_Ends, Options, dict[str, object]] | None = (ends, wanted, inherited)
+
+    def __getattr__(self, name: str) -> Any:
+        # The session's attributes exist from the first use on; asking for one is that use.
+        unused = self.__dict__.get("_unused")
+        if unused is None or name.startswith("__"):
+            raise AttributeError(name)
+        ends, wanted, inherited = unused
+        link = SocketLink.over(ends.claim(self._role), kind="pair", peer=f"the other end of the pair of {os.getpid()}")
+        self._unused = None
+        self._begin(link, wanted, inherited)
+        return getattr(self, name)
+
+    def _begin(self, link: Link, wanted: Options, inherited: dict[str, object]) -> None:
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        multiprocessing.context.assert_spawning(self)
+        if self._unused is None:
+            raise UsageError("this end of the pair is in use; hand it to the child before its first use")
+        ends, wanted, inherited = self._unused
+        mine = ends.sender if self._role == "sender" else ends.receiver
+        return _inherit, (type(self), mine, wanted, inherited)
+
+
+class PairedSender(_Paired, Sender):
+    """The sending end of `pair`."""
+
+    _role = "sender"
+
+    def _begin(self, link: Link, wanted: Options, inherited: dict[str, object]) -> None:
+        self._start([link], wanted, inherited)
+
+
+class PairedReceiver(_Paired, Receiver):
+    """The receiving end of `pair`."""
+
+    _role = "receiver"
+
+    def _begin(self, link: Link, wanted: Options, inherited: dict[str, object]) -> None:
+        self._start(link, wanted, inherited)
+
+
+def _inherit(cls: type[PairedSender] | type[PairedReceiver], sock: socket.socket, *rest: Any) -> Any:
+    ends = _Ends(sock, None) if cls is PairedSender else _Ends(None, sock)
+    return cls(ends, *rest)
+
+
+def as_link(link: Any) -> Link:
+    """One of our links, or an adapter around an object of the user's."""
+    if isinstance(link, Link):
+        return link
+    for method in ("send", "recv", "close"):
+        if not callable(getattr(link, method, None)):
+            raise UsageError(f"a link needs send(data, timeout), recv(timeout) and close(); {link!r} has no {method}()")
+    return CustomLink(link)
+

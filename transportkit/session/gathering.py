@@ -1,0 +1,188 @@
+"""A sender that waits for its receivers: who arrives, who is turned away, and who only asks."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from transportkit import wire
+from transportkit.deadline import Deadline
+from transportkit.errors import DeadlineError, ProtocolError, TransportKitError
+from transportkit.handshake import Conversation, negotiate, peer_text
+from transportkit.link import wait as wait_links
+from transportkit.listener import Listener
+from transportkit.session.peers import Peer
+
+if TYPE_CHECKING:
+    from transportkit.link import Link
+    from transportkit.registry import Choice
+    from transportkit.session.peers import Peers
+
+_log = logging.getLogger("transportkit")
+
+
+class Gathering:
+    """The places of a sender, and the listener that fills them.
+
+    Args:
+        peers: filled with the receivers.
+        places: how many receivers are waited for.
+        hello: the sender's hello.
+        choice: the sender's backends, for those who only inspect.
+    """
+
+    def __init__(self, peers: Peers, places: int, hello: wire.Hello, choice: Choice) -> None:
+        self._peers = peers
+        self._places = places
+        self._hello = hello
+        self._choice = choice
+        self._arrived: collections.deque[tuple[Link, wire.Hello]] = collections.deque()
+        self._taken = 0
+        self._lock = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._listener: Listener | None = None
+
+    def listen(self, address: str, authkey: bytes | None, timeout: float) -> str:
+        """Bind and start to listen; returns the address, with the port that was chosen."""
+        self._listener = Listener(
+            address, authkey=authkey, timeout=timeout, on_arrival=self._arrive, on_failure=lambda *_: None
+        )
+        self._listener.start()
+        return self._listener.address
+
+    @property
+    def failures(self) -> int:
+        """How many connections came to nothing before they were agreed."""
+        return 0 if self._listener is None else self._listener.failures
+
+    def seat(self, link: Link) -> None:
+        """Take in a receiver over a link that exists already; its hello is still to come."""
+        self._hosts(link, None)
+
+    def wait(self, deadline: Deadline) -> None:
+        """Wait until every place is taken and every hello has come. A receiver that is lost meanwhile gives its place back.
+
+        Raises:
+            DeadlineError: not in time; those who came stay.
+            TransportKitError: a receiver on a link that was brought along failed: nobody can take its place.
+        """
+        while True:
+            self._take_in()
+            for peer in list(self._peers):
+                try:
+                    self._peers.drain(peer)
+                    if peer.gone is not None:
+                        raise peer.gone
+                except TransportKitError as error:
+                    self._lose(peer, error)
+            if len(self._peers) == self._places and all(p.greeted for p in self._peers):
+                return
+            deadline.check()
+            self._peers.keep_alive()
+            pause = Deadline(deadline.remaining(cap=self._peers.timeout / 4), deadline.what)
+            with contextlib.suppress(DeadlineError):
+                wait_links([peer.link for peer in self._peers], pause, [self._wake])
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+
+    def dismiss(self, error: BaseException) -> None:
+        """Let every receiver go, with the reason; their places are free again."""
+        message = wire.Bye(type(error).__name__, str(error))
+        self._peers.tell(message)
+        for peer in list(self._peers):
+            self._peers.remove(peer)
+        with self._lock:
+            self._taken = len(self._arrived)
+
+    def close(self) -> None:
+        """Stop listening, hang up on those who wait. Idempotent."""
+        if self._listener is not None:
+            self._listener.close()
+        while self._arrived:
+            self._arrived.popleft()[0].close()
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+
+    # -- on the thread of the call ------------------------------------------------------------------------------------
+
+    def _take_in(self) -> None:
+        while self._arrived:
+            link, hello = self._arrived.popleft()
+            self._hosts(link, hello)
+
+    def _hosts(self, link: Link, hello: wire.Hello | None) -> None:
+        number = next(n for n in range(self._places + 1) if n not in self._peers.numbers)
+        peer = Peer(number, link, hello, Conversation("sender"))
+        self._peers.add(peer)
+        self._peers.on_message = self._greet
+        if hello is not None:
+            peer.conversation.received(hello)
+        try:
+            peer.conversation.sent(self._hello)
+            self._peers.send(peer, self._hello)
+        except TransportKitError as error:
+            self._lose(peer, error)
+
+    def _greet(self, peer: Peer, message: wire.Message) -> None:
+        peer.conversation.received(message)
+        if not isinstance(message, wire.Hello):
+            raise ProtocolError(f"{peer.name} sent {type(message).__name__.lower()} before its hello")
+        peer.greet(message)
+
+    def _lose(self, peer: Peer, error: TransportKitError) -> None:
+        _log.info("%s left before anything was agreed: %s", peer.name, error)
+        with contextlib.suppress(TransportKitError):
+            peer.link.try_send(wire.encode(wire.Refusal(type(error).__name__, str(error))))
+        self._peers.remove(peer)
+        if self._listener is None:
+            raise error
+        with self._lock:
+            self._taken -= 1
+
+    # -- on the listener's thread -------------------------------------------------------------------------------------
+
+    def _arrive(self, link: Link, frame: bytes) -> None:
+        try:
+            hello = wire.decode(frame)
+            if not isinstance(hello, wire.Hello):
+                raise ProtocolError(f"it sent {type(hello).__name__.lower()} before its hello")
+            if hello.role != "receiver":
+                raise ProtocolError("both ends are senders; connect a receiver (`connect`) to a sender (`serve`)")
+        except TransportKitError as error:
+            self._refuse(link, error)
+            raise
+        if hello.intent == "inspect":
+            self._inspect(link, hello)
+            return
+        with self._lock:
+            room = self._taken < self._places
+            self._taken += room
+        if not room:
+            full = ProtocolError(f"all {self._places} places of this sender are taken (`receivers=`)")
+            self._refuse(link, full)
+            raise full
+        self._arrived.append((link, hello))
+        os.eventfd_write(self._wake, 1)
+
+    def _inspect(self, link: Link, hello: wire.Hello) -> None:
+        outcome = negotiate(
+            self._hello, {0: hello}, self._choice.transports, session=os.urandom(8).hex(), token=bytes(32)
+        )
+        if isinstance(outcome, wire.Refusal):
+            answer = wire.Inspected(outcome.agreement, outcome.text)
+        else:
+            answer = wire.Inspected(outcome.agreement, f"agreed with {peer_text(hello)}, not tried")
+        link.try_send(wire.encode(self._hello))
+        link.try_send(wire.encode(answer))
+        link.close()
+
+    @staticmethod
+    def _refuse(link: Link, error: TransportKitError) -> None:
+        with contextlib.suppress(TransportKitError):
+            link.try_send(wire.encode(wire.Refusal(type(error).__name__, str(error))))
+        link.close()

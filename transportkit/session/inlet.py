@@ -1,0 +1,105 @@
+"""The receiver's end of its link: messages one by one, read ahead where a backend asks for news; decides nothing."""
+
+from __future__ import annotations
+
+import collections
+import time
+from typing import TYPE_CHECKING
+
+from transportkit import wire
+from transportkit.deadline import Deadline
+from transportkit.errors import BackendError, DeadlineError, PeerError
+from transportkit.link import wait as wait_links
+from transportkit.session.peers import farewell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transportkit.link import Link
+
+IDLE_PERIOD = 0.02
+"""How often a wait looks whether a lease has ended, in seconds, where one is outstanding."""
+
+
+class Inlet:
+    """The sender, as its receiver sees it.
+
+    Args:
+        link: the link to the sender.
+        timeout: bound on the lack of progress, in seconds.
+    """
+
+    def __init__(self, link: Link, timeout: float) -> None:
+        self.link = link
+        self.timeout = timeout
+        self._ahead: collections.deque[wire.Message] = collections.deque()
+        self._beat = time.monotonic()
+
+    @property
+    def name(self) -> str:
+        return self.link.peer
+
+    def send(self, message: wire.Message) -> None:
+        self.link.send(wire.encode(message), Deadline(self.timeout, f"room on the link to {self.name}"))
+
+    def tell(self, message: wire.Message) -> None:
+        """Send as far as that goes without waiting; a loss is found by the next read."""
+        try:
+            self.link.try_send(wire.encode(message))
+        except (PeerError, OSError, RuntimeError):
+            return
+
+    def next(
+        self, deadline: Deadline, *, renew: bool = True, idle: Callable[[], None] | None = None
+    ) -> wire.Message:
+        """The sender's next message.
+
+        Args:
+            deadline: bounds the wait.
+            renew: start the deadline anew whenever the sender says that it is alive.
+            idle: called every `IDLE_PERIOD` while nothing comes.
+
+        Raises:
+            PeerError: the sender is gone or said goodbye.
+            DeadlineError: nothing came.
+        """
+        while True:
+            message = self._ahead.popleft() if self._ahead else self._read(deadline, idle)
+            match message:
+                case wire.Waiting():
+                    if renew:
+                        deadline.renew()
+                case wire.Bye():
+                    raise farewell(message, self.name)
+                case _:
+                    return message
+
+    def check(self) -> None:
+        """Take in what has come. Raises `BackendError` where the sender gave the backend up, `PeerError` where it is gone."""
+        while self.link.poll():
+            self._ahead.append(self._take())
+        for message in self._ahead:
+            match message:
+                case wire.Bye():
+                    raise farewell(message, self.name)
+                case wire.Proposal() | wire.Refusal() | wire.Aborted():
+                    raise BackendError("the sender gave this backend up")
+
+    def _read(self, deadline: Deadline, idle: Callable[[], None] | None) -> wire.Message:
+        pause = self.timeout / 4 if idle is None else min(IDLE_PERIOD, self.timeout / 4)
+        while not self.link.poll():
+            deadline.check()
+            if idle is not None:
+                idle()
+            now = time.monotonic()
+            if now - self._beat >= self.timeout / 4:
+                self._beat = now
+                self.tell(wire.Waiting())
+            try:
+                wait_links([self.link], Deadline(deadline.remaining(cap=pause), deadline.what))
+            except DeadlineError:
+                continue
+        return self._take()
+
+    def _take(self) -> wire.Message:
+        return wire.decode(self.link.recv(Deadline(self.timeout, f"rest of a message from {self.name}")))

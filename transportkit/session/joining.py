@@ -1,0 +1,238 @@
+"""The receiver's side of a handshake: checks each proposal, joins, reads the trial and proves it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, NoReturn
+
+import attrs
+
+from transportkit import wire
+from transportkit.chunk import digest
+from transportkit.deadline import Deadline
+from transportkit.errors import (
+    AuthenticationError,
+    BackendError,
+    DeadlineError,
+    IntegrityError,
+    NegotiationError,
+    PeerFailedError,
+    ProtocolError,
+    VersionError,
+)
+from transportkit.handshake import Conversation, peer_text, verify
+from transportkit.lifecycle import Imported, Imports, memory_of, translated
+from transportkit.session.peers import SilentPeerError
+from transportkit.session.wiring import LinkWiring
+
+if TYPE_CHECKING:
+    from transportkit.registry import Choice
+    from transportkit.session.inlet import Inlet
+
+_log = logging.getLogger("transportkit")
+
+
+@attrs.frozen
+class Joined:
+    """What a receiver works by after its handshake."""
+
+    agreement: wire.Agreement
+    terms: wire.Terms
+    imports: Imports
+    sender: wire.Hello
+
+
+def check_digest(terms: wire.Terms, chunk: Imported) -> None:
+    """Raise `IntegrityError` unless the chunk's bytes are those that its header describes."""
+    header = chunk.header
+    if terms.digest == "none" or chunk.memory is None:
+        return
+    if digest(memory_of(chunk.memory)) != header.digest:
+        raise IntegrityError(
+            f"chunk {header.seq} of update {header.update} arrived over {terms.backend} with other bytes than were sent"
+        )
+
+
+class Joining:
+    """One handshake of a receiver.
+
+    Args:
+        inlet: the link.
+        hello: the receiver's hello.
+        choice: the receiver's backends.
+        inherited: per backend, what `Transport.inherit` made.
+        wait: bounds waiting for the sender to be ready and for other receivers, in seconds; None does not.
+    """
+
+    def __init__(
+        self, inlet: Inlet, hello: wire.Hello, choice: Choice, inherited: dict[str, object], wait: float | None
+    ) -> None:
+        self._inlet = inlet
+        self._hello = hello
+        self._choice = choice
+        self._inherited = inherited
+        self._wait = wait
+        self._conversation = Conversation("receiver")
+        self._imports: Imports | None = None
+        self._pending: wire.Proposal | None = None
+
+    def run(self) -> Joined:
+        """Agree with the sender.
+
+        Raises:
+            NegotiationError: it refused; the text says why for each backend.
+            PeerError: it was lost.
+            DeadlineError: nothing came in time.
+        """
+        try:
+            self._send(self._hello)
+            message = self._next(Deadline(self._wait, f"hello from {self._inlet.name}", "wait"))
+            if not isinstance(message, wire.Hello):
+                self._unexpected(message)
+            sender = message
+            self._inlet.link.peer = f"sender ({peer_text(sender)})"
+            patient = True
+            while True:
+                message = self._pending or self._next(self._deadline("proposal", patient=patient))
+                self._pending = None
+                if not isinstance(message, wire.Proposal):
+                    self._unexpected(message)
+                patient = False
+                agreement = self._attempt(message, sender)
+                if agreement is not None:
+                    assert self._imports is not None
+                    return Joined(agreement, message.terms, self._imports, sender)
+        except BaseException:
+            self._drop()
+            raise
+
+    def _attempt(self, proposal: wire.Proposal, sender: wire.Hello) -> wire.Agreement | None:
+        """Join, connect and prove; None when this proposal came to nothing and the next is due."""
+        self._drop()
+        terms = proposal.terms
+        reason = verify(proposal, sender, self._hello, self._choice.transports)
+        if reason is not None:
+            self._decline(proposal, reason)
+            return None
+        try:
+            with translated(terms.backend):
+                self._join(proposal)
+            while True:
+                message = self._next(self._deadline("next step of the handshake"))
+                match message:
+                    case wire.Connect():
+                        with translated(terms.backend):
+                            assert self._imports is not None
+                            self._imports.importer.connect(self._trial_deadline(terms))
+                        self._prove(proposal)
+                    case wire.Agreed():
+                        return message.agreement
+                    case wire.Proposal():
+                        self._pending = message
+                        return None
+                    case _:
+                        self._unexpected(message)
+        except SilentPeerError:
+            raise
+        except (BackendError, DeadlineError, IntegrityError) as error:
+            self._decline(proposal, str(error))
+            return None
+
+    def _join(self, proposal: wire.Proposal) -> None:
+        terms = proposal.terms
+        wiring = LinkWiring(
+            self._hello.site,
+            {terms.receiver: self._inlet.link},
+            self._inherited.get(terms.backend),
+            self._inlet.check,
+        )
+        importer = self._choice.transports[terms.backend].importer(terms, wiring)
+        self._imports = Imports(importer, terms.backend, terms.slots, self._acknowledge)
+        reply = importer.join(proposal.invitation)
+        self._send(wire.Joined(proposal.attempt, terms.receiver, reply))
+
+    def _prove(self, proposal: wire.Proposal) -> None:
+        imports = self._imports
+        assert imports is not None
+        read = bytearray()
+        last = False
+        seq = 0
+        while not last:
+            header = self._next(self._deadline("chunk of the trial"))
+            if isinstance(header, wire.Proposal):
+                self._pending = header
+                raise BackendError("the sender gave this backend up")
+            if not isinstance(header, wire.Chunk):
+                self._unexpected(header)
+            if header.seq != seq or not 0 < header.nbytes <= min(proposal.terms.chunk_bytes, 16 - len(read)):
+                raise ProtocolError(f"chunk {header.seq} of {header.nbytes} bytes came in the trial, {seq} was due")
+            chunk = imports.open(header, self._trial_deadline(proposal.terms))
+            check_digest(proposal.terms, chunk)
+            assert chunk.memory is not None
+            with imports.importer.reading(header):
+                local = chunk.memory.to("cpu") if chunk.memory.device.type != "cpu" else chunk.memory
+                read += memory_of(local)
+            del local
+            imports.release(chunk)
+            last = header.last
+            seq += 1
+        self._send(wire.Proof(proposal.attempt, proposal.terms.receiver, bytes(read)))
+
+    def _decline(self, proposal: wire.Proposal, reason: str) -> None:
+        backend = proposal.terms.backend
+        _log.info("backend %s declined: %s", backend, reason)
+        self._drop()
+        if self._pending is None:
+            self._send(wire.Declined(proposal.attempt, proposal.terms.receiver, backend, reason))
+
+    def _acknowledge(self, header: wire.Chunk) -> None:
+        self._inlet.send(wire.Ack(header.update, header.receiver, header.seq))
+
+    def _drop(self) -> None:
+        imports, self._imports = self._imports, None
+        if imports is not None:
+            with contextlib.suppress(BackendError):
+                imports.close()
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def _deadline(self, what: str, *, patient: bool = False) -> Deadline:
+        if patient:
+            return Deadline(self._wait, f"{what} from {self._inlet.name}", "wait")
+        return Deadline(self._inlet.timeout, f"{what} from {self._inlet.name}")
+
+    def _trial_deadline(self, terms: wire.Terms) -> Deadline:
+        return Deadline(self._inlet.timeout / 2, f"trial of backend {terms.backend}")
+
+    def _send(self, message: wire.Message) -> None:
+        self._conversation.sent(message)
+        self._inlet.send(message)
+
+    def _next(self, deadline: Deadline) -> wire.Message:
+        while True:
+            try:
+                message = self._inlet.next(deadline, renew=deadline.keyword == "timeout")
+            except DeadlineError as error:
+                raise SilentPeerError(str(error)) from error
+            if self._conversation.received(message):
+                break
+        if isinstance(message, wire.Refusal):
+            raise _refused(message, self._inlet.name)
+        return message
+
+    def _unexpected(self, message: wire.Message) -> NoReturn:
+        raise ProtocolError(f"{self._inlet.name} sent {type(message).__name__.lower()} in the handshake")
+
+
+def _refused(refusal: wire.Refusal, name: str) -> Exception:
+    text = f"{name} refused: {refusal.text}"
+    match refusal.code:
+        case "NegotiationError":
+            return NegotiationError(text, agreement=refusal.agreement)
+        case "VersionError":
+            return VersionError(text)
+        case "AuthenticationError":
+            return AuthenticationError(text)
+        case _:
+            return PeerFailedError(text, peer=name, code=refusal.code, text=refusal.text)

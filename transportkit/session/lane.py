@@ -1,0 +1,105 @@
+"""A lane at its sender: one exporter, its slots, and the receivers that it serves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transportkit import wire
+from transportkit.chunk import digest
+from transportkit.deadline import Deadline
+from transportkit.errors import BackendError, ProtocolError
+from transportkit.lifecycle import SlotPool, memory_of, translated
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from transportkit.session.peers import Peers
+    from transportkit.transport import Exporter
+    from transportkit.wire import Piece, Terms, TensorSpec
+
+
+class Lane:
+    """One exporter and the receivers that it serves.
+
+    Args:
+        terms: the exporter's terms.
+        exporter: the backend's sending end.
+        peers: all receivers of the sender; those of ``terms.receivers`` are the lane's.
+    """
+
+    def __init__(self, terms: Terms, exporter: Exporter, peers: Peers) -> None:
+        self.terms = terms
+        self.exporter = exporter
+        self.receivers = list(terms.receivers)
+        self._peers = peers
+        with self.translated():
+            self.slots: Sequence[Tensor] = exporter.slots
+            self._check_slots()
+        self._memory = [memory_of(slot) for slot in self.slots] if terms.digest != "none" else []
+        self.pool = SlotPool(len(self.slots))
+
+    @property
+    def backend(self) -> str:
+        return self.terms.backend
+
+    def translated(self) -> translated:
+        """Turns any native exception of this lane's backend into `BackendError`."""
+        return translated(self.backend)
+
+    def emit(
+        self,
+        slot: int,
+        update: int,
+        seq: int,
+        nbytes: int,
+        *,
+        last: bool,
+        pieces: tuple[Piece, ...] | None = None,
+        specs: tuple[TensorSpec, ...] = (),
+    ) -> None:
+        """Send one packed slot to every receiver of the lane. The pool knows it as read from then on."""
+        deadline = Deadline(self._peers.timeout, f"chunk {seq} over {self.backend}")
+        value = digest(self._memory[slot][:nbytes]) if self._memory else 0
+        with self.translated():
+            self.exporter.ready(slot, deadline)
+        self.pool.publish(slot, update, seq, self.receivers)
+        first = None
+        for number in self.receivers:
+            with self.translated():
+                location = self.exporter.locate(slot, number)
+            header = wire.Chunk(update, number, seq, last, nbytes, value, location, pieces, specs)
+            self._peers.send(self._peers[number], header)
+            first = first or header
+        if first is not None:
+            with self.translated():
+                self.exporter.publish(slot, first, deadline)
+
+    def close(self) -> None:
+        """Close the exporter. Idempotent."""
+        self._memory = []
+        with self.translated():
+            self.exporter.close()
+
+    def _check_slots(self) -> None:
+        wanted = self.terms.slots, self.terms.chunk_bytes
+        shapes = {(str(slot.dtype), tuple(slot.shape), slot.is_contiguous()) for slot in self.slots}
+        if len(self.slots) != wanted[0] or shapes != {("torch.uint8", (wanted[1],), True)}:
+            raise BackendError(
+                f"backend {self.backend} made {len(self.slots)} slots of {sorted(shapes)}, "
+                f"not {wanted[0]} contiguous uint8 slots of {wanted[1]} bytes",
+                backend=self.backend,
+            )
+        if self.terms.chunk_bytes and any(slot.data_ptr() % 64 for slot in self.slots):
+            raise BackendError(f"backend {self.backend} made slots that are not aligned to 64 bytes", backend=self.backend)
+
+
+def acknowledge(lanes: Sequence[Lane], message: wire.Ack, receiver: int) -> None:
+    """Take a receiver's word for a chunk. Raises `ProtocolError` when it speaks for another or was not asked."""
+    if message.receiver != receiver:
+        raise ProtocolError(f"receiver {receiver} acknowledged a chunk as receiver {message.receiver}")
+    for lane in lanes:
+        if receiver in lane.receivers:
+            lane.pool.acknowledge(message.update, message.seq, receiver)
+            return

@@ -1,0 +1,68 @@
+"""`Lease`: an imported chunk, read in place by the user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from transportkit.errors import LeaseError
+from transportkit.manifest import nbytes
+from transportkit.packing import typed_view
+
+if TYPE_CHECKING:
+    from transportkit.lifecycle import Imported, Imports
+    from transportkit.wire import Piece, TensorSpec
+
+
+class Lease:
+    """The right to read one chunk in place, until `release` or the next step of the loop that gave it.
+
+    Iterates as (spec, byte offset, tensor): the typed tensor, byte offset 0, where it lies whole in the chunk; else a uint8
+    view of the tensor's bytes from that offset on. The tensors are for reading. A tensor that is kept beyond the lease stays
+    valid, but withholds its slot from the sender until it is dropped.
+    """
+
+    def __init__(
+        self,
+        chunk: Imported,
+        pieces: Sequence[Piece],
+        specs: Sequence[TensorSpec],
+        tied: dict[str, list[TensorSpec]],
+        imports: Imports,
+    ) -> None:
+        self._chunk = chunk
+        self._pieces = pieces
+        self._specs = specs
+        self._tied = tied
+        self._imports = imports
+        self._base: Tensor | None = chunk.view()
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the chunk in bytes, padding included."""
+        return self._chunk.header.nbytes
+
+    def __iter__(self) -> Iterator[tuple[TensorSpec, int, Tensor]]:
+        for piece in self._pieces:
+            base = self._base
+            if base is None:
+                raise LeaseError("this lease has ended; copy tensors (`tensor.clone()`) within the step of the loop")
+            spec = self._specs[piece.tensor]
+            whole = piece.nbytes == nbytes(spec)
+            view = base[piece.offset : piece.offset + piece.nbytes]
+            del base
+            for name in (spec, *self._tied.get(spec.name, ())):
+                yield name, piece.start, typed_view(view, 0, name) if whole else view
+            del view
+
+    def release(self) -> None:
+        """End the lease now, so that the sender may use the slot. Raises `LeaseError` while a tensor of it is alive."""
+        self._base = None
+        self._imports.release(self._chunk)
+
+    def end(self) -> None:
+        """End the lease; its slot is held back while a tensor of it is alive."""
+        self._base = None
+        self._imports.retire(self._chunk)

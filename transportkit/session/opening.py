@@ -1,0 +1,266 @@
+"""The sender's side of a handshake: proposes, lets the backends meet, and puts each agreement to the trial."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from transportkit import wire
+from transportkit.deadline import Deadline
+from transportkit.errors import BackendError, DeadlineError, NegotiationError, PeerError, PeerFailedError, ProtocolError
+from transportkit.handshake import LanePlan, Outcome, negotiate
+from transportkit.lifecycle import host_slots, memory_of
+from transportkit.session.lane import Lane, acknowledge
+from transportkit.session.peers import SilentPeerError
+from transportkit.session.wiring import LinkWiring
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transportkit.registry import Choice
+    from transportkit.session.peers import Peer, Peers
+    from transportkit.transport import Exporter
+    from transportkit.wire import Agreement, Hello, Site
+
+_log = logging.getLogger("transportkit")
+
+TRIAL_BYTES = 16
+
+
+class Opening:
+    """One handshake of a sender with all its receivers, whose hellos have come.
+
+    Args:
+        peers: the receivers.
+        hello: the sender's hello.
+        choice: the sender's backends.
+        inherited: per backend, what `Transport.inherit` made.
+    """
+
+    def __init__(self, peers: Peers, hello: Hello, choice: Choice, inherited: dict[str, object]) -> None:
+        self._peers = peers
+        self._hello = hello
+        self._choice = choice
+        self._inherited = inherited
+        self._session = os.urandom(8).hex()
+        self._strikes: dict[tuple[int, str], str] = {}
+        self._attempt = 0
+        self._lanes: list[Lane] = []
+        self._replies: dict[int, wire.Joined] = {}
+        self._proofs: dict[int, bytes] = {}
+
+    def run(self) -> tuple[Agreement, list[Lane]]:
+        """Agree with every receiver.
+
+        Returns:
+            The agreement and its lanes, each proven by a trial.
+
+        Raises:
+            NegotiationError: a receiver is left without a backend.
+            PeerError: a receiver was lost or gave up.
+            DeadlineError: a receiver made no progress.
+        """
+        self._peers.on_message = self._take
+        try:
+            while True:
+                self._attempt += 1
+                outcome = negotiate(
+                    self._hello,
+                    {peer.number: peer.hello for peer in self._peers},
+                    self._choice.transports,
+                    session=self._session,
+                    token=os.urandom(32),
+                    strikes=self._strikes,
+                )
+                if isinstance(outcome, wire.Refusal):
+                    for peer in self._peers:
+                        self._send(peer, outcome)
+                    raise NegotiationError(outcome.text, agreement=outcome.agreement)
+                if self._attempt_once(outcome):
+                    for peer in self._peers:
+                        self._send(peer, wire.Agreed(outcome.agreement))
+                    return outcome.agreement, self._lanes
+                self._close_lanes()
+        except BaseException:
+            self._close_lanes()
+            raise
+
+    # -- one attempt --------------------------------------------------------------------------------------------------
+
+    def _attempt_once(self, outcome: Outcome) -> bool:
+        """Propose, meet and try; False when a strike asks for another round."""
+        before = len(self._strikes)
+        self._replies.clear()
+        self._proofs.clear()
+        exporters: list[Exporter | None] = []
+        invitations: dict[int, msgspec.Raw] = {}
+        for plan in outcome.lanes:
+            exporters.append(self._make(plan, invitations))
+        if len(self._strikes) > before:
+            for exporter in exporters:
+                if exporter is not None:
+                    exporter.close()
+            return False
+        for plan, exporter in zip(outcome.lanes, exporters, strict=True):
+            assert exporter is not None
+            try:
+                self._lanes.append(Lane(plan.terms, exporter, self._peers))
+            except BackendError as error:
+                exporter.close()
+                self._strike_lane(plan.terms, str(error))
+                return False
+        for plan in outcome.lanes:
+            for number, terms in plan.importers.items():
+                proposal = wire.Proposal(self._attempt, terms, outcome.agreement, invitations[number])
+                self._send(self._peers[number], proposal)
+        self._wait_for(self._replies, before, "answer to the proposal")
+        if len(self._strikes) > before:
+            return False
+        for lane in self._lanes:
+            if not self._guarded(lane, functools.partial(self._meet, lane)):
+                return False
+        secret = os.urandom(TRIAL_BYTES)
+        for lane in self._lanes:
+            if not self._guarded(lane, functools.partial(self._try, lane, secret)):
+                return False
+        for number, proof in self._proofs.items():
+            if proof != secret:
+                backend = outcome.agreement.backend(number)
+                self._strike(number, backend, "other bytes arrived than were sent")
+        return len(self._strikes) == before
+
+    def _make(self, plan: LanePlan, invitations: dict[int, msgspec.Raw]) -> Exporter | None:
+        terms = plan.terms
+        links = {number: self._peers[number].link for number in terms.receivers}
+        site = self._site(terms.receivers[0])
+        wiring = LinkWiring(site, links, self._inherited.get(terms.backend), lambda: self._check(terms.receivers))
+        exporter = None
+        try:
+            exporter = self._choice.transports[terms.backend].exporter(terms, wiring)
+            for number in terms.receivers:
+                invitations[number] = exporter.invite(number)
+        except Exception as error:
+            if isinstance(error, PeerError):
+                raise
+            if exporter is not None:
+                exporter.close()
+            self._strike_lane(terms, _reason(error))
+            return None
+        return exporter
+
+    def _meet(self, lane: Lane) -> None:
+        for number in lane.receivers:
+            with lane.translated():
+                lane.exporter.admit(number, self._replies[number].reply)
+        for number in lane.receivers:
+            self._send(self._peers[number], wire.Connect(self._attempt, number))
+        with lane.translated():
+            lane.exporter.connect(Deadline(self._peers.timeout / 2, f"connection over {lane.backend}"))
+
+    def _try(self, lane: Lane, secret: bytes) -> None:
+        size = min(lane.terms.chunk_bytes, TRIAL_BYTES)
+        parts = [secret[at : at + size] for at in range(0, TRIAL_BYTES, size)]
+        for seq, part in enumerate(parts):
+            self._peers.wait(lambda: lane.pool.free > 0 or self._struck(lane), lane.pool.debtors, "word for the trial")
+            self._check(lane.terms.receivers)
+            slot = lane.pool.acquire()
+            assert slot is not None
+            with lane.translated(), lane.exporter.packing(slot):
+                self._write(lane, slot, part)
+            last = seq == len(parts) - 1
+            lane.emit(slot, -self._attempt, seq, len(part), last=last, pieces=())
+        self._peers.wait(
+            lambda: all(n in self._proofs for n in lane.receivers) or self._struck(lane),
+            lambda: [n for n in lane.receivers if n not in self._proofs],
+            "proof of the trial",
+        )
+        self._check(lane.terms.receivers)
+
+    @staticmethod
+    def _write(lane: Lane, slot: int, part: bytes) -> None:
+        staged = host_slots(1, len(part))[0]
+        memory_of(staged)[:] = part
+        lane.slots[slot][: len(part)].copy_(staged)
+
+    # -- strikes ------------------------------------------------------------------------------------------------------
+
+    def _guarded(self, lane: Lane, step: Callable[[], None]) -> bool:
+        """Run one step of a lane; a failure of its backend is a strike, not an error."""
+        try:
+            step()
+        except SilentPeerError:
+            raise
+        except (BackendError, DeadlineError) as error:
+            if not self._struck(lane):
+                self._strike_lane(lane.terms, _reason(error))
+            return False
+        return True
+
+    def _strike(self, number: int, backend: str, reason: str) -> None:
+        _log.info("receiver %s: backend %s failed its trial: %s", number, backend, reason)
+        self._strikes[number, backend] = reason
+
+    def _strike_lane(self, terms: wire.Terms, reason: str) -> None:
+        for number in terms.receivers:
+            self._strike(number, terms.backend, reason)
+
+    def _struck(self, lane: Lane) -> bool:
+        return any((number, lane.backend) in self._strikes for number in lane.receivers)
+
+    def _check(self, receivers: tuple[int, ...]) -> None:
+        """What backends call while they wait: raises where a receiver of theirs is gone or has declined."""
+        self._peers.poll()
+        for lane in self._lanes:
+            for number in receivers:
+                if number in lane.receivers and (number, lane.backend) in self._strikes:
+                    raise BackendError(self._strikes[number, lane.backend], backend=lane.backend)
+
+    def _close_lanes(self) -> None:
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            try:
+                lane.close()
+            except BackendError as error:
+                _log.warning("closing backend %s failed: %s", lane.backend, error)
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def _wait_for(self, answers: dict[int, wire.Joined], strikes: int, what: str) -> None:
+        def missing() -> list[int]:
+            return [p.number for p in self._peers if p.number not in answers]
+
+        self._peers.wait(lambda: not missing() or len(self._strikes) > strikes, missing, what)
+
+    def _send(self, peer: Peer, message: wire.Message) -> None:
+        peer.conversation.sent(message)
+        self._peers.send(peer, message)
+
+    def _site(self, number: int) -> Site:
+        return msgspec.structs.replace(self._hello.site, link=self._peers[number].link.kind)
+
+    def _take(self, peer: Peer, message: wire.Message) -> None:
+        if not peer.conversation.received(message):
+            return
+        match message:
+            case wire.Joined():
+                self._replies[peer.number] = message
+            case wire.Declined():
+                self._strike(peer.number, message.backend, message.reason)
+            case wire.Ack():
+                acknowledge(self._lanes, message, peer.number)
+            case wire.Proof():
+                self._proofs[peer.number] = message.read
+            case wire.Refusal():
+                raise PeerFailedError(
+                    f"{peer.name} refused: {message.text}", peer=peer.name, code=message.code, text=message.text
+                )
+            case _:
+                raise ProtocolError(f"{peer.name} sent {type(message).__name__.lower()} in the handshake")
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, BackendError | DeadlineError) else f"{type(error).__name__}: {error}"

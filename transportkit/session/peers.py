@@ -1,0 +1,220 @@
+"""A sender's receivers: their links, what they last said, and waiting for them; what is said is decided elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from transportkit import wire
+from transportkit.deadline import Deadline
+from transportkit.errors import DeadlineError, PeerClosedError, PeerError, PeerFailedError, PeerLostError, ProtocolError
+from transportkit.handshake import Conversation, peer_text
+from transportkit.link import wait as wait_links
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from transportkit.link import Link
+
+
+class SilentPeerError(DeadlineError):
+    """A peer itself says nothing, as opposed to a backend that takes too long."""
+
+
+class Peer:
+    """One receiver of a sender.
+
+    Args:
+        number: its number in the session.
+        link: the link to it.
+        hello: what it said of itself; None while that is still to come.
+        conversation: the handshake on the link so far.
+    """
+
+    def __init__(self, number: int, link: Link, hello: wire.Hello | None, conversation: Conversation) -> None:
+        self.number = number
+        self.link = link
+        self._hello: wire.Hello | None = None
+        self.conversation = conversation
+        self.heard = time.monotonic()
+        self.waited = 0.0
+        self.gone: PeerError | None = None
+        """Why nothing more comes from it: it said goodbye, or was lost."""
+        self.manifest_id = ""
+        """Digest of the manifest of the last update that it applied, whose plan it knows."""
+        if hello is not None:
+            self.greet(hello)
+
+    def greet(self, hello: wire.Hello) -> None:
+        """Its hello has come."""
+        self._hello = hello
+        self.link.peer = self.name
+
+    @property
+    def greeted(self) -> bool:
+        return self._hello is not None
+
+    @property
+    def hello(self) -> wire.Hello:
+        assert self._hello is not None
+        return self._hello
+
+    @property
+    def name(self) -> str:
+        return f"receiver {self.number} ({self.link.peer if self._hello is None else peer_text(self._hello)})"
+
+
+class Peers:
+    """All receivers of a sender.
+
+    Args:
+        timeout: bound on the lack of progress, in seconds.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self._peers: dict[int, Peer] = {}
+        self._beat = time.monotonic()
+        self.on_message: Callable[[Peer, wire.Message], None] = self._nothing_due
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self._peers.values())
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def __getitem__(self, number: int) -> Peer:
+        return self._peers[number]
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        return frozenset(self._peers)
+
+    def add(self, peer: Peer) -> None:
+        self._peers[peer.number] = peer
+
+    def remove(self, peer: Peer) -> None:
+        """Hang up on a peer and forget it."""
+        del self._peers[peer.number]
+        peer.link.close()
+
+    def send(self, peer: Peer, message: wire.Message) -> None:
+        """Send one message, within `timeout` without progress."""
+        try:
+            peer.link.send(wire.encode(message), Deadline(self.timeout, f"room on the link to {peer.name}"))
+        except DeadlineError as error:
+            raise SilentPeerError(str(error)) from error
+
+    def tell(self, message: wire.Message) -> None:
+        """Send a message to every peer as far as that goes without waiting; losses are found elsewhere."""
+        for peer in self:
+            try:
+                peer.link.try_send(wire.encode(message))
+            except (PeerError, OSError, RuntimeError):
+                continue
+
+    def poll(self) -> None:
+        """Take in every message that is there, without waiting.
+
+        Raises what `on_message` raises, and `PeerError` where a peer is gone.
+        """
+        self._take_in()
+        self._check_present()
+
+    def wait(
+        self,
+        until: Callable[[], bool],
+        debtors: Callable[[], Iterable[int]],
+        what: str,
+        *,
+        deadline: Deadline | None = None,
+    ) -> None:
+        """Wait until ``until()`` holds, taking messages in and telling everybody that this side is alive.
+
+        Args:
+            until: looked at after every message.
+            debtors: the receivers that are waited for; each must be heard of within `timeout`.
+            what: what is waited for, in words.
+            deadline: bounds the whole wait instead, whoever is heard of.
+
+        Raises:
+            DeadlineError: naming who was silent.
+        """
+        began = time.monotonic()
+        while True:
+            self._take_in()
+            if until():
+                return
+            self._check_present()
+            now = time.monotonic()
+            owing = [self._peers[n] for n in debtors() if n in self._peers]
+            if deadline is not None:
+                deadline.check()
+                limit = deadline.remaining()
+            else:
+                slowest = min(owing or self, key=lambda p: p.heard)
+                limit = max(began, slowest.heard) + self.timeout - now
+                if limit <= 0:
+                    raise SilentPeerError(
+                        f"{slowest.name} sent no {what} within {self.timeout:g} s "
+                        "(raise `timeout=` where that is too short)"
+                    )
+            self.keep_alive()
+            pause = min(self.timeout / 4, self.timeout if limit is None else limit)
+            try:
+                wait_links([peer.link for peer in self], Deadline(pause, what))
+            except DeadlineError:
+                pass
+            for peer in owing:
+                peer.waited += time.monotonic() - now
+
+    def keep_alive(self) -> None:
+        """Tell everybody that this side is alive, where that is due."""
+        now = time.monotonic()
+        if now - self._beat >= self.timeout / 4:
+            self._beat = now
+            self.tell(wire.Waiting())
+
+    def drain(self, peer: Peer) -> None:
+        """Take in every message of one peer that is there, without waiting; notes when it is gone."""
+        while peer.gone is None:
+            try:
+                if not peer.link.poll():
+                    return
+            except PeerLostError as error:
+                peer.gone = error
+                return
+            frame = peer.link.recv(Deadline(self.timeout, f"rest of a message from {peer.name}"))
+            message = wire.decode(frame)
+            peer.heard = time.monotonic()
+            if isinstance(message, wire.Bye):
+                peer.gone = farewell(message, peer.name)
+                return
+            if not isinstance(message, wire.Waiting):
+                self.on_message(peer, message)
+
+    def _take_in(self) -> None:
+        for peer in list(self):
+            self.drain(peer)
+
+    def _check_present(self) -> None:
+        for peer in self:
+            if peer.gone is not None:
+                raise peer.gone
+
+    def _nothing_due(self, peer: Peer, message: wire.Message) -> None:
+        raise unexpected(message, peer.name)
+
+
+def farewell(message: wire.Bye, name: str) -> PeerError:
+    """The error that a peer's last message stands for."""
+    if message.code:
+        return PeerFailedError(
+            f"{name} ended the session: {message.code}: {message.text}", peer=name, code=message.code, text=message.text
+        )
+    return PeerClosedError(f"{name} closed the session", peer=name)
+
+
+def unexpected(message: wire.Message, name: str) -> ProtocolError:
+    """The error for a message that may not come now."""
+    return ProtocolError(f"{name} sent {type(message).__name__.lower()}, which may not come now")

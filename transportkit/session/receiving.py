@@ -1,0 +1,303 @@
+"""One update at its receiver: begin, chunks in order, commit; what becomes of the bytes is decided elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from transportkit import wire
+from transportkit.chunk import Cursor
+from transportkit.deadline import Deadline
+from transportkit.errors import (
+    CallbackError,
+    PeerFailedError,
+    ProtocolError,
+    TransportKitError,
+)
+from transportkit.manifest import check_specs, manifest_id, wire_nbytes
+from transportkit.session.joining import check_digest
+from transportkit.session.results import Update
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transportkit.lifecycle import Imported, Imports
+    from transportkit.session.inlet import Inlet
+    from transportkit.session.options import Progress
+    from transportkit.wire import Piece, Terms, TensorSpec
+
+
+class Memory:
+    """What a receiver keeps from one update to the next: the manifest and plan that it applied last."""
+
+    def __init__(self) -> None:
+        self.manifest_id = ""
+        self.specs: tuple[TensorSpec, ...] = ()
+        self.plan: list[tuple[Piece, ...]] = []
+
+
+class Receiving:
+    """One update.
+
+    Args:
+        inlet: the link.
+        imports: the importer's chunks.
+        terms: what was agreed.
+        memory: kept by the session.
+        dtypes: names that this side's torch knows.
+        progress: called after each chunk.
+    """
+
+    def __init__(
+        self,
+        inlet: Inlet,
+        imports: Imports,
+        terms: Terms,
+        memory: Memory,
+        dtypes: Sequence[str],
+        progress: Progress | None,
+    ) -> None:
+        self._inlet = inlet
+        self._imports = imports
+        self._terms = terms
+        self._memory = memory
+        self._dtypes = dtypes
+        self._progress = progress
+        self._header: wire.Begin | None = None
+        self._sizes: list[int | None] = []
+        self._by_name: dict[str, TensorSpec] = {}
+        self._cursor = Cursor(terms.chunk_bytes)
+        self._plan: list[tuple[Piece, ...]] = []
+        self._seq = 0
+        self._last = False
+        self._first: wire.Message | None = None
+        self._nbytes = 0
+        self._start = 0.0
+        self.specs: list[TensorSpec] = []
+        """The manifest so far; grows with the chunks where `streamed`."""
+        self.over = False
+        """Whether the sender and this side are both done with the update."""
+
+    # -- the steps ----------------------------------------------------------------------------------------------------
+
+    def wait(self, deadline: Deadline) -> None:
+        """Wait for the next update and take in its manifest. Raises `DeadlineError`; then nothing has changed.
+
+        Call `accept` when the manifest suits.
+        """
+        self._imports.settle()
+        while True:
+            message = self._inlet.next(deadline, renew=False)
+            match message:
+                case wire.Begin():
+                    break
+                case wire.Chunk():
+                    self._discard(message)
+                case wire.Aborted():
+                    continue
+                case _:
+                    raise self._unexpected(message)
+        self._header = message
+        self._start = time.monotonic()
+        self._cursor = Cursor(self._terms.chunk_bytes)
+        self.specs, self._sizes = [], []
+        specs = message.specs
+        if message.known_plan or (specs is None and message.manifest_id):
+            if message.manifest_id != self._memory.manifest_id:
+                raise ProtocolError(
+                    f"{self._inlet.name} refers to a manifest {message.manifest_id} that this side does not hold"
+                )
+            self.specs = list(self._memory.specs)
+            self._sizes = [wire_nbytes(spec) for spec in self.specs]
+        elif specs is not None:
+            check_specs(specs, self._dtypes)
+            if manifest_id(specs) != message.manifest_id:
+                raise ProtocolError(f"{self._inlet.name} sent a manifest that has another digest than it says")
+            self._grow(specs)
+
+    def accept(self) -> None:
+        """Say that the chunks may come."""
+        assert self._header is not None
+        self._imports.settle(need=True)
+        self._inlet.send(wire.Accept(self._header.update, self._terms.receiver))
+
+    def stands(self) -> bool:
+        """Wait for the first message after `accept`: False if the sender has taken the update back."""
+        message = self._await("chunk")
+        if isinstance(message, wire.Aborted) and message.withdrawn:
+            self.over = True
+            return False
+        self._first = message
+        return True
+
+    def next(self) -> tuple[Imported, tuple[Piece, ...], int] | None:
+        """The next chunk, its pieces, and how many specs it appended; None when all have come.
+
+        The chunk's digest is right and its pieces are valid. `done` or `Imports.retire` must follow.
+
+        Raises:
+            PeerFailedError: the sender ended it.
+        """
+        header = self._header
+        assert header is not None
+        first, self._first = self._first, None
+        message = first or self._await("chunk")
+        match message:
+            case wire.Chunk():
+                return self._open(header, message)
+            case wire.Commit():
+                self._check_totals(header, message)
+                return None
+            case wire.Aborted():
+                self.over = True
+                raise PeerFailedError(
+                    f"{self._inlet.name} ended the update: {message.code}: {message.text}",
+                    peer=self._inlet.name,
+                    code=message.code,
+                    text=message.text,
+                )
+            case _:
+                raise self._unexpected(message)
+
+    def done(self, chunk: Imported) -> None:
+        """Release and acknowledge a chunk that nothing views any more, and report progress."""
+        self._imports.release(chunk)
+        self.report()
+
+    def report(self) -> None:
+        """Report progress to the user's callable."""
+        if self._progress is not None and self._header is not None:
+            total = self._header.nbytes
+            try:
+                self._progress(self._nbytes, None if total < 0 else total)
+            except Exception as error:
+                raise CallbackError(f"progress raised {type(error).__name__}: {error}") from error
+
+    def applied(
+        self, *, skipped: Sequence[str] = (), missing: Sequence[str] = (), cast: Sequence[str] = ()
+    ) -> Update:
+        """Tell the sender that the whole update has landed, and remember its plan."""
+        header = self._header
+        assert header is not None
+        specs = tuple(self.specs)
+        if not header.known_plan:
+            self._memory.specs = specs
+            self._memory.plan = self._plan
+            self._memory.manifest_id = header.manifest_id or manifest_id(specs)
+        self._inlet.send(wire.Applied(header.update, self._terms.receiver, self._seq, self._nbytes))
+        self.over = True
+        return Update(
+            version=header.version,
+            nbytes=self._nbytes,
+            seconds=time.monotonic() - self._start,
+            chunks=self._seq,
+            tensors=len(specs),
+            backend=self._terms.backend,
+            metadata=header.metadata,
+            skipped=tuple(skipped),
+            missing=tuple(missing),
+            cast=tuple(cast),
+        )
+
+    def fail(self, code: str, text: str, *, torn: bool) -> None:
+        """Tell the sender that the update failed here, and pass over what it still sends until it has heard.
+
+        Raises `PeerError`, `DeadlineError` or `ProtocolError` when the link does not survive that.
+        """
+        header = self._header
+        if header is None or self.over:
+            return
+        self._memory.manifest_id = ""
+        self._inlet.send(wire.Failed(header.update, self._terms.receiver, code, text, torn))
+        while not self.over:
+            message = self._await("end of the failed update")
+            match message:
+                case wire.Chunk():
+                    self._discard(message)
+                case wire.Aborted() if message.update == header.update:
+                    self.over = True
+                case wire.Commit() | wire.Aborted():
+                    continue
+                case _:
+                    raise self._unexpected(message)
+
+    @property
+    def began(self) -> bool:
+        """Whether an update has begun that the sender still believes in."""
+        return self._header is not None and not self.over
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that have come."""
+        return self._nbytes
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the specs come with the chunks."""
+        return self._header is not None and not self._header.manifest_id
+
+    # -- chunks -------------------------------------------------------------------------------------------------------
+
+    def _open(self, begin: wire.Begin, header: wire.Chunk) -> tuple[Imported, tuple[Piece, ...], int]:
+        if (header.update, header.receiver, header.seq) != (begin.update, self._terms.receiver, self._seq):
+            raise ProtocolError(
+                f"chunk {header.seq} of update {header.update} for receiver {header.receiver} came, where chunk "
+                f"{self._seq} of update {begin.update} for receiver {self._terms.receiver} was due"
+            )
+        if header.specs:
+            if not self.streamed:
+                raise ProtocolError(f"chunk {header.seq} brings tensors that are not in the manifest")
+            check_specs(header.specs, self._dtypes, earlier=self._by_name)
+            self._grow(header.specs)
+        pieces = header.pieces
+        if begin.known_plan:
+            plan = self._memory.plan
+            if pieces is not None or self._seq >= len(plan):
+                raise ProtocolError(f"chunk {header.seq} does not follow the plan that both sides know")
+            pieces = plan[self._seq]
+        if pieces is None:
+            raise ProtocolError(f"chunk {header.seq} comes without its pieces")
+        self._cursor.advance(pieces, header.nbytes, self._sizes)
+        self._plan.append(pieces)
+        self._seq += 1
+        self._last = header.last
+        deadline = Deadline(self._inlet.timeout, f"chunk {header.seq} over {self._terms.backend}")
+        chunk = self._imports.open(header, deadline)
+        try:
+            check_digest(self._terms, chunk)
+        except TransportKitError:
+            self._imports.retire(chunk)
+            raise
+        self._nbytes += sum(piece.nbytes for piece in pieces)
+        return chunk, pieces, len(header.specs)
+
+    def _discard(self, header: wire.Chunk) -> None:
+        """Pass over a chunk of an update that failed here; its slot goes back to the sender."""
+        deadline = Deadline(self._inlet.timeout, f"chunk {header.seq} over {self._terms.backend}")
+        self._imports.settle()
+        self._imports.release(self._imports.open(header, deadline))
+
+    def _grow(self, specs: Sequence[TensorSpec]) -> None:
+        self.specs += specs
+        if self.streamed:
+            self._by_name.update((spec.name, spec) for spec in specs)
+        self._sizes += [wire_nbytes(spec) for spec in specs]
+
+    def _check_totals(self, begin: wire.Begin, commit: wire.Commit) -> None:
+        self._cursor.finish(self._sizes)
+        have = (begin.update, self._seq, self._nbytes, len(self.specs))
+        said = (commit.update, commit.chunks, commit.nbytes, commit.tensors)
+        if have != said:
+            raise ProtocolError(
+                f"the sender committed (update, chunks, bytes, tensors) {said}, but {have} arrived here"
+            )
+        if self.streamed and commit.manifest_id != manifest_id(tuple(self.specs)):
+            raise ProtocolError("the tensors that arrived have another manifest than the sender committed")
+
+    def _await(self, what: str) -> wire.Message:
+        self._imports.settle(need=what == "chunk" and not self._last)
+        deadline = Deadline(self._inlet.timeout, f"{what} from {self._inlet.name}")
+        return self._inlet.next(deadline, idle=self._imports.settle if self._imports.held else None)
+
+    def _unexpected(self, message: wire.Message) -> ProtocolError:
+        return ProtocolError(f"{self._inlet.name} sent {type(message).__name__.lower()}, which may not come now")

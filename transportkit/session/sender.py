@@ -1,0 +1,283 @@
+"""`Sender`: the sending end of a session."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import Tensor, nn
+
+from transportkit import wire
+from transportkit.deadline import Deadline
+from transportkit.errors import (
+    BackendError,
+    PeerFailedError,
+    TransportKitError,
+    UsageError,
+)
+from transportkit.registry import choose
+from transportkit.session.gathering import Gathering
+from transportkit.session.guard import Guard
+from transportkit.session.opening import Opening
+from transportkit.session.options import Options, hello, options
+from transportkit.session.peers import Peers
+from transportkit.session.sending import Plans, Sending
+from transportkit.session.sources import Post, Source, Static, resolve
+from transportkit.site import read_site
+
+if TYPE_CHECKING:
+    from transportkit.link import Link
+    from transportkit.manifest import Layout
+    from transportkit.session.lane import Lane
+    from transportkit.session.options import Progress
+    from transportkit.session.results import Report
+    from transportkit.wire import Agreement
+
+_log = logging.getLogger("transportkit")
+
+Sendable = nn.Module | Mapping[str, Tensor] | Source | Iterable[tuple[str, Tensor]]
+
+
+class Sender:
+    """The sending end of a session; made by `serve`, `pair`, or over links of your own by `Sender(links=[...])`.
+
+    One call at a time, from any thread; a call that overlaps another raises `UsageError`. Only `abort` may come at any time.
+    """
+
+    def __init__(self, links: Iterable[Any], **keywords: Any) -> None:
+        """Send over links that exist already.
+
+        Args:
+            links: one for each receiver: objects with ``send(data, timeout)``, ``recv(timeout) -> bytes``, ``close()`` and
+                optionally ``fileno()``.
+            **keywords: as for `serve`.
+        """
+        from transportkit.session.ends import as_link
+
+        self._start([as_link(link) for link in links], options(keywords), {})
+
+    @classmethod
+    def over(cls, links: list[Link], wanted: Options, inherited: dict[str, object]) -> Self:
+        """A sender over links of our own."""
+        self = cls.__new__(cls)
+        self._start(links, wanted, inherited)
+        return self
+
+    @classmethod
+    def listening(cls, address: str, receivers: int, wanted: Options) -> Self:
+        """A sender that listens for its receivers."""
+        self = cls.__new__(cls)
+        self._prepare(address.partition(":")[0], receivers, wanted, {})
+        self._links = []
+        self._address = self._gathering.listen(address, wanted.authkey, wanted.timeout)
+        return self
+
+    def _start(self, links: list[Link], wanted: Options, inherited: dict[str, object]) -> None:
+        if not links:
+            raise UsageError("a sender needs at least one link")
+        self._prepare(links[0].kind, len(links), wanted, inherited)
+        self._links: list[Link] = links
+
+    def _prepare(self, kind: str, receivers: int, wanted: Options, inherited: dict[str, object]) -> None:
+        self._guard = Guard("Sender")
+        self._options = wanted
+        self._inherited = inherited
+        self._address = ""
+        self._choice = choose(read_site(kind), wanted.backends)
+        self._hello = hello("sender", wanted, self._choice, kind)
+        self._peers = Peers(wanted.timeout)
+        self._gathering = Gathering(self._peers, receivers, self._hello, self._choice)
+        self._lanes: list[Lane] = []
+        self._agreement: Agreement | None = None
+        self._plans = Plans()
+        self._previous: Layout | None = None
+        self._updates = 0
+        self._version = 0
+
+    # -- the session --------------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """Where it listens, with the port that was chosen; empty where it does not."""
+        return self._address
+
+    def wait(self) -> None:
+        """Wait for the receivers and agree with them; does nothing where that is done. Every other call does it first.
+
+        A connection that fails before its receiver is known costs only itself: it is counted in `failures` and logged.
+
+        Raises:
+            NegotiationError: no backend serves some receiver; the text says why for each.
+            PeerError: a receiver was lost or failed while the backends were tried.
+            DeadlineError: not all came within ``wait`` (those who came stay), or one made no progress within ``timeout``.
+        """
+        with self._guard.call("wait"):
+            self._open()
+
+    @property
+    def agreement(self) -> Agreement:
+        """Who uses which backend, and why not another one; print it."""
+        if self._agreement is None:
+            self.wait()
+        assert self._agreement is not None
+        return self._agreement
+
+    @property
+    def failures(self) -> int:
+        """How many connections came to nothing before they were agreed: strangers, wrong keys, wrong versions."""
+        return self._gathering.failures
+
+    def abort(self) -> None:
+        """End the session at once, from any thread: a running call raises `ClosedError`. Never blocks."""
+        for peer in list(self._peers):
+            peer.link.abort()
+        for lane in list(self._lanes):
+            lane.exporter.abort()
+
+    def close(self) -> None:
+        """End the session in order. Idempotent. Raises `UsageError` while a call runs in another thread."""
+        self._finish(None)
+
+    def __enter__(self) -> Self:
+        try:
+            self.wait()
+        except BaseException as error:
+            self._finish(error)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._finish(error)
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        source: Sendable,
+        *,
+        version: int | None = None,
+        post: Post | None = None,
+        wait: float | None = None,
+        progress: Progress | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Report:
+        """Send one update; returns when every receiver has applied it. From then on the source may change.
+
+        Args:
+            source: a module (its `state_dict`: persistent buffers and every tied name), a mapping of names to tensors, a
+                `Source`, or an iterable of (name, tensor). It is read once, in order, on this thread.
+            version: of the update; by default one more than the last.
+            post: ``post((name, tensor)) -> tensor``, applied to each before it is sent; may change dtype and shape.
+            wait: bounds waiting for the receivers to begin, in seconds; by default the session's.
+            progress: called with (bytes done, bytes in all); by default the session's.
+            metadata: text that travels with the update, to `Update.metadata`.
+
+        Raises:
+            TensorError: a tensor cannot travel; with a module, mapping or `Source` nothing has moved.
+            SourceError: the source or ``post`` raised; the receivers are told.
+            PeerFailedError: a receiver refused the update or failed; ``torn`` names those whose target is half written.
+            PeerError: a receiver is gone; the session is closed.
+            DeadlineError: nobody was ready within ``wait`` (then the session is as it was), or no progress within ``timeout``.
+        """
+        if version is not None and (type(version) is not int or not 0 <= version < 1 << 63):
+            raise UsageError(f"version must be an integer from 0 to 2**63 - 1, not {version!r}")
+        data = _metadata(metadata)
+        with self._guard.call("send"):
+            self._open()
+            resolved = resolve(source, post, self._previous)
+            self._updates += 1
+            sending = Sending(
+                self._updates,
+                self._version + 1 if version is None else version,
+                resolved,
+                self._lanes,
+                self._peers,
+                self._plans,
+                data,
+                progress or self._options.progress,
+                self._options.wait if wait is None else wait,
+            )
+            try:
+                report = sending.run()
+            except BaseException as error:
+                self._failed(sending, error)
+                raise
+            self._version = report.version
+            self._previous = resolved.manifest.layout if isinstance(resolved, Static) else None
+            return report
+
+    def _failed(self, sending: Sending, error: BaseException) -> None:
+        """An update ended early: the receivers are told, and the session is as before or closed."""
+        torn = sending.torn
+        if torn and isinstance(error, TransportKitError):
+            error.torn = torn
+            error.args = (f"{error.args[0]}; torn: {', '.join(torn)}", *error.args[1:])
+        if sending.settled(error):
+            sending.abort(error, withdrawn=not sending.began)
+            words = sending.last_words()
+            if words and isinstance(error, PeerFailedError):
+                error.text = f"{error.text}: {words}"
+                error.args = (f"{error.args[0]}: {words}", *error.args[1:])
+        else:
+            sending.abort(error, withdrawn=False)
+            self._end(error)
+
+    # -- beginning and end --------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        if self._agreement is not None:
+            return
+        for link in self._links:
+            self._gathering.seat(link)
+        self._links = []
+        self._gathering.wait(Deadline(self._options.wait, "receiver, or not enough of them,", "wait"))
+        try:
+            self._agreement, self._lanes = Opening(self._peers, self._hello, self._choice, self._inherited).run()
+        except BaseException as error:
+            self._gathering.dismiss(error)
+            if not self._address:
+                self._end(error)
+            raise
+        for peer in self._peers:
+            peer.link.renew_on_progress = True
+
+    def _finish(self, error: BaseException | None) -> None:
+        if self._guard.closed is not None:
+            return
+        if self._guard.forked:
+            self._guard.closed = "inherited by a forked child"
+            return
+        if self._guard.elsewhere:
+            raise UsageError(f"{self._guard.running}() is running in another thread; `abort()` ends it")
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Close everything; the peers learn why."""
+        if self._guard.closed is not None:
+            return
+        self._guard.closed = "it was closed" if error is None else str(error) or type(error).__name__
+        self._peers.tell(wire.Bye() if error is None else wire.Bye(type(error).__name__, str(error)))
+        for lane in self._lanes:
+            try:
+                lane.close()
+            except BackendError as failure:
+                _log.warning("closing backend %s failed: %s", lane.backend, failure)
+        self._lanes = []
+        for peer in self._peers:
+            peer.link.close()
+        for link in self._links:
+            link.close()
+        with contextlib.suppress(TransportKitError):
+            self._gathering.close()
+
+
+def _metadata(given: Mapping[str, str] | None) -> dict[str, str]:
+    data = dict(given or {})
+    for entry in data.items():
+        if not all(isinstance(text, str) for text in entry):
+            raise UsageError(f"metadata must map text to text, not {entry[0]!r} to {entry[1]!r}")
+    return data
+

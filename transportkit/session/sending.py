@@ -1,0 +1,390 @@
+"""One update at its sender: begin, chunks, commit, applied."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+from transportkit import wire
+from transportkit.chunk import Cutter, plan, used
+from transportkit.deadline import Deadline
+from transportkit.errors import (
+    CallbackError,
+    DeadlineError,
+    PeerFailedError,
+    ProtocolError,
+    TensorError,
+    TransportKitError,
+    UnsupportedTensorError,
+    UpdateError,
+)
+from transportkit.manifest import manifest_id, nbytes, wire_nbytes
+from transportkit.packing import Packer, pack_piece
+from transportkit.session.lane import Lane, acknowledge
+from transportkit.session.peers import SilentPeerError
+from transportkit.session.results import Report
+from transportkit.session.sources import Static, Streamed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from transportkit.session.options import Progress
+    from transportkit.session.peers import Peer, Peers
+    from transportkit.wire import Piece, TensorSpec
+
+#: How long a sender waits for the text of the exception that made a receiver leave its loop, in seconds.
+LAST_WORDS = 0.5
+
+
+class Plans:
+    """What may be kept from one update to the next: digests, plans and addresses of a manifest that came again."""
+
+    def __init__(self) -> None:
+        self._specs: tuple[TensorSpec, ...] | None = None
+        self._id = ""
+        self._sizes: list[int | None] = []
+        self._nbytes = 0
+        self._chunks: dict[int, tuple[tuple[Piece, ...], ...]] = {}
+
+    def take(self, specs: tuple[TensorSpec, ...]) -> tuple[str, int]:
+        """The digest of a manifest, and the sum of its bytes."""
+        if self._specs is not specs and self._specs != specs:
+            self._chunks.clear()
+            self._id = manifest_id(specs)
+            self._sizes = [wire_nbytes(spec) for spec in specs]
+            self._nbytes = sum(size or 0 for size in self._sizes)
+        self._specs = specs
+        return self._id, self._nbytes
+
+    def chunks(self, chunk_bytes: int) -> tuple[tuple[Piece, ...], ...]:
+        """The plan of the manifest taken last."""
+        if chunk_bytes not in self._chunks:
+            self._chunks[chunk_bytes] = plan(self._sizes, chunk_bytes)
+        return self._chunks[chunk_bytes]
+
+
+class Sending:
+    """One update on its way to every receiver.
+
+    Args:
+        number: of the update in the session.
+        version: of the update, the user's.
+        source: what is sent.
+        lanes: the agreed lanes.
+        peers: the receivers.
+        plans: kept by the session.
+        metadata: travels with it.
+        progress: called after each chunk.
+        wait: bounds waiting for the receivers to begin, in seconds; None does not.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        version: int,
+        source: Static | Streamed,
+        lanes: Sequence[Lane],
+        peers: Peers,
+        plans: Plans,
+        metadata: Mapping[str, str],
+        progress: Progress | None,
+        wait: float | None,
+    ) -> None:
+        self._number = number
+        self._version = version
+        self._source = source
+        self._lanes = lanes
+        self._peers = peers
+        self._plans = plans
+        self._metadata = dict(metadata)
+        self._progress = progress
+        self._wait = wait
+        self._accepted: set[int] = set()
+        self._applied: set[int] = set()
+        self._failed: dict[int, wire.Failed] = {}
+        self._streams: list[_Stream] = []
+        self._total: int | None = None
+        self._sent = 0
+        self.began = False
+        """Whether a chunk has gone out."""
+
+    def run(self) -> Report:
+        """Carry the update out. Raises whatever ended it; the receivers know nothing of that yet, see `abort`."""
+        start = time.monotonic()
+        self._peers.on_message = self._take
+        for peer in self._peers:
+            peer.waited = 0.0
+        specs = self._source.manifest.specs if isinstance(self._source, Static) else self._source.specs
+        identity = ""
+        if specs is not None:
+            self._check_dtypes(specs)
+            identity, self._total = self._plans.take(specs)
+        self._begin(specs, identity)
+        self.began = True
+        self._report_progress(0)
+        if isinstance(self._source, Static):
+            self._send_static(identity)
+            sent = self._source.manifest.specs
+        else:
+            sent = self._send_streamed(identity, self._source)
+        identity = identity or manifest_id(sent)
+        self._commit(sent, identity)
+        return Report(
+            version=self._version,
+            nbytes=self._sent,
+            seconds=time.monotonic() - start,
+            chunks={n: s.seq for s in self._streams for n in s.lane.receivers},
+            backends={n: lane.backend for lane in self._lanes for n in lane.receivers},
+            tensors=len(sent),
+            waited_for={peer.number: peer.waited for peer in self._peers},
+        )
+
+    def abort(self, error: BaseException, *, withdrawn: bool) -> None:
+        """Tell every receiver that this update ends here, as far as that goes without waiting long."""
+        for stream in self._streams:
+            stream.abandon()
+        for peer in self._peers:
+            peer.manifest_id = ""
+        message = wire.Aborted(self._number, type(error).__name__, str(error), withdrawn)
+        for peer in self._peers:
+            with contextlib.suppress(TransportKitError):
+                self._peers.send(peer, message)
+
+    def settled(self, error: BaseException) -> bool:
+        """Whether the links can carry another update after this error."""
+        if self._failed or not isinstance(error, Exception):
+            return bool(self._failed) and isinstance(error, PeerFailedError)
+        if isinstance(error, DeadlineError):
+            return not self.began and not isinstance(error, SilentPeerError)
+        return isinstance(error, UpdateError | TensorError)
+
+    def last_words(self) -> str:
+        """What a receiver that left its loop says of the reason, if it says anything soon; empty otherwise."""
+        if not any(failed.code == "LoopLeft" for failed in self._failed.values()):
+            return ""
+        try:
+            self._peers.wait(lambda: False, tuple, "last words", deadline=Deadline(LAST_WORDS, "last words"))
+        except PeerFailedError as error:
+            return f"{error.code}: {error.text}"
+        except TransportKitError:
+            pass
+        return ""
+
+    @property
+    def torn(self) -> tuple[str, ...]:
+        """The receivers that said that their target is half written."""
+        return tuple(self._peers[n].name for n, failed in self._failed.items() if failed.torn)
+
+    # -- the steps ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, specs: tuple[TensorSpec, ...] | None, identity: str) -> None:
+        ignorant = {peer.number for peer in self._peers if not identity or peer.manifest_id != identity}
+        planned = {n for lane in self._lanes if ignorant.isdisjoint(lane.receivers) for n in lane.receivers}
+        for peer in self._peers:
+            message = wire.Begin(
+                update=self._number,
+                version=self._version,
+                manifest_id=identity,
+                specs=specs if peer.number in ignorant else None,
+                nbytes=-1 if self._total is None else self._total,
+                known_plan=peer.number in planned,
+                metadata=self._metadata,
+            )
+            self._peers.send(peer, message)
+        deadline = Deadline(self._wait, "receiver ready for the update", "wait")
+        self._peers.wait(
+            lambda: len(self._accepted) == len(self._peers), lambda: self._owing(self._accepted), "word", deadline=deadline
+        )
+        self._streams = [_Stream(x, self._number, known_plan=planned.issuperset(x.receivers)) for x in self._lanes]
+
+    def _send_static(self, identity: str) -> None:
+        assert isinstance(self._source, Static)
+        manifest = self._source.manifest
+        packer = Packer(manifest.tensors)
+        work = [(stream, iter(self._plans.chunks(stream.lane.terms.chunk_bytes))) for stream in self._streams]
+        pending: list[tuple[_Stream, Iterator[tuple[Piece, ...]], tuple[Piece, ...], tuple[Piece, ...] | None]] = []
+        for stream, chunks in work:
+            first = next(chunks, None)
+            if first is not None:
+                pending.append((stream, chunks, first, next(chunks, None)))
+        while pending:
+            self._peers.poll()
+            left = []
+            moved = False
+            for stream, chunks, pieces, following in pending:
+                if stream.take_slot():
+                    moved = True
+                    with stream.packing():
+                        packer.pack(pieces, stream.slot)
+                    stream.emit(pieces, last=following is None)
+                    self._count(stream, pieces)
+                    if following is not None:
+                        left.append((stream, chunks, following, next(chunks, None)))
+                else:
+                    left.append((stream, chunks, pieces, following))
+            pending = left
+            if pending and not moved:
+                streams = [entry[0] for entry in pending]
+                self._peers.wait(
+                    lambda: any(s.lane.pool.free for s in streams),  # noqa: B023 - called at once
+                    lambda: {n for s in streams for n in s.lane.pool.debtors()},  # noqa: B023 - called at once
+                    "word for a chunk",
+                )
+
+    def _send_streamed(self, identity: str, source: Streamed) -> tuple[TensorSpec, ...]:
+        sent: list[TensorSpec] = []
+        for spec, tensor in source.pairs:
+            if not identity:
+                self._check_dtypes((spec,))
+            index = len(sent)
+            sent.append(spec)
+            for stream in self._streams:
+                for fresh, piece in stream.cutter.cut(index, nbytes(spec)):
+                    if fresh:
+                        self._flush(stream, last=False)
+                        self._need_slot(stream)
+                    if not identity and piece.start == 0:
+                        stream.introduce(spec)
+                    with stream.packing():
+                        pack_piece(tensor, piece, stream.slot)
+                    stream.pieces.append(piece)
+            self._peers.poll()
+        for stream in self._streams:
+            self._flush(stream, last=True)
+        return tuple(sent)
+
+    def _commit(self, sent: tuple[TensorSpec, ...], identity: str) -> None:
+        for stream in self._streams:
+            for number in stream.lane.receivers:
+                message = wire.Commit(self._number, stream.seq, self._sent, len(sent), identity)
+                self._peers.send(self._peers[number], message)
+        self._peers.wait(
+            lambda: len(self._applied) == len(self._peers), lambda: self._owing(self._applied), "word that it is applied"
+        )
+        for peer in self._peers:
+            peer.manifest_id = identity
+
+    # -- chunks -------------------------------------------------------------------------------------------------------
+
+    def _flush(self, stream: _Stream, *, last: bool) -> None:
+        if stream.pieces:
+            pieces = tuple(stream.pieces)
+            stream.pieces.clear()
+            stream.emit(pieces, last=last)
+            self._count(stream, pieces)
+
+    def _need_slot(self, stream: _Stream) -> None:
+        while not stream.take_slot():
+            self._peers.wait(lambda: stream.lane.pool.free > 0, stream.lane.pool.debtors, "word for a chunk")
+
+    def _count(self, stream: _Stream, pieces: tuple[Piece, ...]) -> None:
+        stream.nbytes += sum(piece.nbytes for piece in pieces)
+        slowest = min(s.nbytes for s in self._streams)
+        if slowest > self._sent:
+            self._sent = slowest
+            self._report_progress(slowest)
+
+    def _report_progress(self, done: int) -> None:
+        if self._progress is not None:
+            try:
+                self._progress(done, self._total)
+            except Exception as error:
+                raise CallbackError(f"progress raised {type(error).__name__}: {error}") from error
+
+    def _check_dtypes(self, specs: Sequence[TensorSpec]) -> None:
+        wanted = {spec.dtype: spec.name for spec in reversed(specs)}
+        for peer in self._peers:
+            for dtype, name in wanted.items():
+                if dtype not in peer.hello.dtypes:
+                    raise UnsupportedTensorError(
+                        f"{name}: dtype {dtype} is unknown to torch {peer.hello.torch} of {peer.name}; "
+                        "cast it with `post=`, or install a newer torch there",
+                        tensor=name,
+                    )
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def _owing(self, done: set[int]) -> list[int]:
+        return [peer.number for peer in self._peers if peer.number not in done]
+
+    def _take(self, peer: Peer, message: wire.Message) -> None:
+        number = peer.number
+        match message:
+            case wire.Ack():
+                acknowledge(self._lanes, message, number)
+            case wire.Accept() if message.update == self._number:
+                self._accepted.add(number)
+            case wire.Applied() if message.update == self._number:
+                stream = next(s for s in self._streams if number in s.lane.receivers)
+                if (message.chunks, message.nbytes) != (stream.seq, self._sent):
+                    raise ProtocolError(
+                        f"{peer.name} applied {message.chunks} chunks and {message.nbytes} bytes of update {self._number}, "
+                        f"{stream.seq} and {self._sent} were sent"
+                    )
+                self._applied.add(number)
+            case wire.Failed() if message.update == self._number:
+                self._failed[number] = message
+                raise PeerFailedError(
+                    f"{peer.name} failed: {message.code}: {message.text}",
+                    peer=peer.name,
+                    code=message.code,
+                    text=message.text,
+                )
+            case wire.Accept() | wire.Applied() | wire.Failed() if message.update < self._number:
+                pass
+            case _:
+                raise ProtocolError(f"{peer.name} sent {type(message).__name__.lower()}, which may not come now")
+
+
+class _Stream:
+    """The chunks of one update on one lane."""
+
+    def __init__(self, lane: Lane, update: int, *, known_plan: bool) -> None:
+        self.lane = lane
+        self.cutter = Cutter(lane.terms.chunk_bytes)
+        self.seq = 0
+        self.nbytes = 0
+        self.pieces: list[Piece] = []
+        self._update = update
+        self._known_plan = known_plan
+        self._specs: list[TensorSpec] = []
+        self._slot: int | None = None
+
+    @property
+    def slot(self) -> Tensor:
+        assert self._slot is not None
+        return self.lane.slots[self._slot]
+
+    def take_slot(self) -> bool:
+        """Acquire a slot unless one is at hand; False when none is free."""
+        if self._slot is None:
+            self._slot = self.lane.pool.acquire()
+        return self._slot is not None
+
+    def introduce(self, spec: TensorSpec) -> None:
+        """The next chunk to be sent tells the receiver of this tensor."""
+        self._specs.append(spec)
+
+    def packing(self) -> AbstractContextManager[object]:
+        assert self._slot is not None
+        return self.lane.exporter.packing(self._slot)
+
+    def emit(self, pieces: tuple[Piece, ...], *, last: bool) -> None:
+        """Send the slot at hand."""
+        assert self._slot is not None
+        slot, self._slot = self._slot, None
+        specs = tuple(self._specs)
+        self._specs.clear()
+        told = None if self._known_plan else pieces
+        self.lane.emit(slot, self._update, self.seq, used(pieces), last=last, pieces=told, specs=specs)
+        self.seq += 1
+
+    def abandon(self) -> None:
+        """Give the slot at hand back."""
+        if self._slot is not None:
+            self.lane.pool.abandon(self._slot)
+            self._slot = None

@@ -1,0 +1,204 @@
+"""What becomes of a chunk's bytes: one class for each way of taking an update."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from transportkit.errors import CallbackError, UpdateError
+from transportkit.lifecycle import Watched
+from transportkit.manifest import nbytes, wire_nbytes
+from transportkit.packing import Writer, allocate, copy_bytes, typed_view
+
+if TYPE_CHECKING:
+    from transportkit.errors import TransportKitError
+    from transportkit.lifecycle import Imported
+    from transportkit.session.targets import Target
+    from transportkit.wire import Piece, TensorSpec
+
+Pair = tuple[str, Tensor]
+
+
+class Sink(abc.ABC):
+    """Takes one update, chunk by chunk.
+
+    Attributes:
+        torn: whether something of the user's is half written.
+    """
+
+    torn = False
+    skipped: Sequence[str] = ()
+    missing: Sequence[str] = ()
+    cast: Sequence[str] = ()
+
+    @abc.abstractmethod
+    def extend(self, specs: Sequence[TensorSpec]) -> None:
+        """Further specs of the manifest; raise to refuse them before anything of theirs is written."""
+
+    def complete(self) -> None:
+        """The manifest is complete; raise to refuse the update."""
+
+    @abc.abstractmethod
+    def write(self, chunk: Imported, pieces: Sequence[Piece]) -> None:
+        """Take the bytes of one chunk."""
+
+    def finish(self) -> None:
+        """Every chunk has come."""
+
+
+class IntoTarget(Sink):
+    """Writes into the tensors of a `Target`."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._complete = False
+
+    def extend(self, specs: Sequence[TensorSpec]) -> None:
+        self._target.extend(specs)
+        self.skipped, self.cast = self._target.skipped, self._target.cast
+
+    def complete(self) -> None:
+        self._complete = True
+        self.missing = self._target.missing()
+
+    def write(self, chunk: Imported, pieces: Sequence[Piece]) -> None:
+        assert chunk.memory is not None
+        self.torn = True
+        self._target.writer.unpack(pieces, chunk.memory)
+
+    def finish(self) -> None:
+        self._target.writer.finish()
+        if not self._complete:
+            self.complete()
+
+
+class IntoFunction(Sink):
+    """Calls a function with lists of complete pairs, valid during the call."""
+
+    def __init__(self, function: Callable[[list[Pair]], Any], device: str, chunk_bytes: int) -> None:
+        self._function = function
+        self._device = torch.device(device)
+        self._chunk_bytes = chunk_bytes
+        self._specs: list[TensorSpec] = []
+        self._tied: dict[str, list[str]] = {}
+        self._buffer = Watched(None)
+        self._largest = 0
+
+    def extend(self, specs: Sequence[TensorSpec]) -> None:
+        self._specs += specs
+        for spec in specs:
+            if spec.same_as is not None:
+                self._tied.setdefault(spec.same_as, []).append(spec.name)
+        split = [size for size in map(nbytes, specs) if size > self._chunk_bytes]
+        self._largest = max([self._largest, *split])
+
+    def write(self, chunk: Imported, pieces: Sequence[Piece]) -> None:
+        base = chunk.view()
+        pairs: list[Pair] = []
+        for piece in pieces:
+            spec = self._specs[piece.tensor]
+            size = nbytes(spec)
+            if piece.nbytes == size:
+                self._add(pairs, spec, typed_view(base, piece.offset, spec))
+                continue
+            if piece.start == 0 and (self._buffer.memory is None or self._buffer.memory.numel() < size or self._buffer.viewed):
+                self._buffer = Watched(torch.empty(max(self._largest, size), dtype=torch.uint8, device=base.device))
+            assert self._buffer.memory is not None
+            copy_bytes(self._buffer.memory, piece.start, base, piece.offset, piece.nbytes)
+            if piece.start + piece.nbytes == size:
+                self._add(pairs, spec, typed_view(self._buffer.view()[:size], 0, spec))
+                self._call(pairs)
+                pairs = []
+        del base
+        self._call(pairs)
+
+    def _add(self, pairs: list[Pair], spec: TensorSpec, tensor: Tensor) -> None:
+        tensor = tensor.to(self._device)
+        pairs += [(name, tensor) for name in (spec.name, *self._tied.get(spec.name, ()))]
+
+    def _call(self, pairs: list[Pair]) -> None:
+        if not pairs:
+            return
+        self.torn = True
+        try:
+            self._function(pairs)
+        except Exception as error:
+            raise CallbackError(f"apply's function raised {type(error).__name__}: {error}") from error
+
+
+class Owned(Sink):
+    """Collects tensors of the caller's own, which `ready` hands out in manifest order."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._writer = Writer()
+        self._appended = 0
+        self._specs: list[TensorSpec] = []
+        self._tied: dict[str, list[int]] = {}
+        self._building: dict[int, Tensor] = {}
+        self._ready: dict[int, Tensor] = {}
+        self._next = 0
+
+    def extend(self, specs: Sequence[TensorSpec]) -> None:
+        for index, spec in enumerate(specs, len(self._specs)):
+            if spec.same_as is not None:
+                self._tied.setdefault(spec.same_as, []).append(index)
+        self._specs += specs
+
+    def write(self, chunk: Imported, pieces: Sequence[Piece]) -> None:
+        assert chunk.memory is not None
+        last = pieces[-1].tensor
+        while self._appended <= last:
+            spec = self._specs[self._appended]
+            targets = []
+            if wire_nbytes(spec) is not None:
+                self._building[self._appended] = allocate(spec, self._device)
+                targets = [self._building[self._appended]]
+            self._writer.append(spec, targets)
+            self._appended += 1
+        for index in self._writer.unpack(pieces, chunk.memory):
+            tensor = self._ready[index] = self._building.pop(index)
+            self._writer.forget(index)
+            for tied in self._tied.get(self._specs[index].name, ()):
+                self._ready[tied] = tensor.clone()
+
+    def ready(self) -> Iterator[Pair]:
+        """The pairs that are complete and not handed out yet."""
+        while self._next in self._ready:
+            tensor = self._ready.pop(self._next)
+            self._next += 1
+            yield self._specs[self._next - 1].name, tensor
+            del tensor
+
+
+class Leased(Sink):
+    """Only keeps the manifest; the chunks go to the user as leases."""
+
+    def __init__(self) -> None:
+        self.specs: list[TensorSpec] = []
+        self.tied: dict[str, list[TensorSpec]] = {}
+
+    def extend(self, specs: Sequence[TensorSpec]) -> None:
+        self.specs += specs
+        for spec in specs:
+            if spec.same_as is not None:
+                self.tied.setdefault(spec.same_as, []).append(spec)
+
+    def write(self, chunk: Imported, pieces: Sequence[Piece]) -> None:
+        raise NotImplementedError
+
+
+def told(error: BaseException) -> tuple[str, str]:
+    """The code and text by which the peer learns of an error here."""
+    if isinstance(error, GeneratorExit):
+        return "LoopLeft", "the receiving loop was left before the update was complete"
+    return type(error).__name__, str(error)
+
+
+def ours(error: Exception) -> TransportKitError:
+    """What the user gets for a native error while an update is written."""
+    return UpdateError(f"taking the update in failed: {type(error).__name__}: {error}")

@@ -1,0 +1,59 @@
+"""What the core hands to exporters and importers: payload frames and a watch on the links."""
+
+from __future__ import annotations
+
+import select
+from typing import TYPE_CHECKING
+
+from transportkit.link import wait as wait_links
+from transportkit.transport import Wiring
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from transportkit.deadline import Deadline
+    from transportkit.link import Link
+    from transportkit.wire import Site
+
+
+class LinkWiring(Wiring):
+    """Wiring over the links of one lane.
+
+    Args:
+        site: this side's site.
+        links: the link of each receiver of the lane; an importer has one.
+        inherited: what `Transport.inherit` made before the process started, or None.
+        check: takes in what has come on the links and raises where the lane cannot go on.
+    """
+
+    def __init__(
+        self, site: Site, links: dict[int, Link], inherited: object | None, check: Callable[[], None]
+    ) -> None:
+        self.site = site
+        self.inherited = inherited
+        self.address = next((link.path for link in links.values() if link.path), "")
+        self._links = links
+        self._check = check
+
+    def check(self) -> None:
+        self._check()
+
+    def wait_readable(self, fileno: int, deadline: Deadline) -> None:
+        poller = select.poll()
+        poller.register(fileno, select.POLLIN)
+        while True:
+            self._check()
+            if poller.poll(0):
+                return
+            wait_links(list(self._links.values()), deadline, [fileno])
+
+    def send_payload(self, receiver: int, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:
+        self._links[receiver].send_payload(parts, deadline)
+
+    def recv_payload(self, limit: int, deadline: Deadline) -> bytes:
+        (link,) = self._links.values()
+        return link.recv_payload(limit, deadline)
+
+    def recv_payload_into(self, view: memoryview, deadline: Deadline) -> None:
+        (link,) = self._links.values()
+        link.recv_payload_into(view, deadline)

@@ -1,0 +1,296 @@
+"""Writing chunks into targets: which targets suit, and the copies into them. Layout is `transportkit.chunk`'s."""
+
+from __future__ import annotations
+
+import functools
+from itertools import chain
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from transportkit.chunk import used
+from transportkit.errors import ProtocolError, TargetError
+from transportkit.kinds import PLAIN_TYPES, dtype_of, unsupported
+from transportkit.manifest import wire_nbytes
+from transportkit.memory import BOUNCE_BYTES, allocate, memmove, plain_address
+from transportkit.strided import overlaps_itself, write
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transportkit.wire import Piece, TensorSpec
+
+_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
+
+#: The dtypes that the parts of complex tensors have, which alone can be conjugate or negated.
+_PARTS = frozenset({torch.float16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128})
+
+
+@functools.cache
+def castable(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether torch converts elements of one dtype to another, found by trying; complex to real would lose a part."""
+    if source == target:
+        return True
+    if source.is_complex and not target.is_complex:
+        return False
+    try:
+        one, other = (torch.zeros(64, dtype=torch.uint8, device="cpu").view(dtype)[:1] for dtype in (source, target))
+        other.copy_(one)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    return True
+
+
+def _refusal(spec: TensorSpec, target: Tensor, *, cast: bool) -> str | None:
+    """Why the tensor cannot be written into the target, as a clause that follows "the target of ..."."""
+    reason = unsupported(target)
+    if reason is not None:
+        return f"{reason.partition(': ')[0]}: nothing can be written into it"
+    if tuple(target.shape) != spec.shape:
+        return f"has the shape {tuple(target.shape)}, but {spec.shape} is sent"
+    dtype = dtype_of(spec.dtype)
+    if target.dtype != dtype:
+        names = f"has the dtype {str(target.dtype).removeprefix('torch.')}, but {spec.dtype} is sent"
+        if not cast:
+            return f"{names}: pass cast=True to convert"
+        if not castable(dtype, target.dtype):
+            return f"{names}, which torch does not convert to it"
+    if overlaps_itself(target):
+        return f"has elements that lie in the same memory (strides {target.stride()}): pass target.clone()"
+    return None
+
+
+def _surely_plain(spec: TensorSpec, target: Tensor) -> bool:
+    """Whether the target suits beyond doubt and is written by memmove; a quarter of the cost of `_refusal`."""
+    if type(target) not in PLAIN_TYPES or target.layout is not torch.strided or target.is_nested:
+        return False
+    if target.dtype != dtype_of(spec.dtype) or target.shape != spec.shape or target.storage_offset():
+        return False
+    return plain_address(target) != 0 and target.untyped_storage().nbytes() >= target.numel() * target.itemsize
+
+
+class Writer:
+    """Writes the pieces of updates into targets.
+
+    Args:
+        specs: the manifest, or the part of it that is known.
+        targets: for each spec the tensors that its bytes go to, none or several. The targets of a spec that is the same
+            as an earlier one are written with that one's.
+        cast: whether a target may have another dtype than its spec.
+
+    Raises:
+        TargetError: a target does not suit; named; nothing is written.
+    """
+
+    def __init__(
+        self, specs: Sequence[TensorSpec] = (), targets: Sequence[Sequence[Tensor]] = (), *, cast: bool = False
+    ) -> None:
+        self._cast = cast
+        self._specs: list[TensorSpec] = []
+        self._indices: dict[str, int] = {}
+        self._sizes: list[int | None] = []
+        self._addresses: list[tuple[int, ...]] = []
+        """Of the targets that are written by memmove."""
+        self._others: list[tuple[Tensor, ...]] = []
+        """The targets that are not."""
+        self._plain: list[tuple[Tensor, ...]] = []
+        """The targets that are."""
+        self._versioned: list[tuple[Tensor, ...]] = []
+        """The targets of which autograd counts the versions: all but inference tensors."""
+        self._carry = b""
+        """The first bytes of an element that the last piece ended in."""
+        for spec, its_targets in zip(specs, targets, strict=True):
+            self.append(spec, its_targets)
+        self._lengths = list(map(len, targets))
+        self._given = list(chain.from_iterable(targets))
+        self._prints = _target_prints(self._given)
+
+    def append(self, spec: TensorSpec, targets: Sequence[Tensor]) -> None:
+        """Add the next tensor of the manifest; before any byte of the one that it is the same as is written.
+
+        Raises:
+            TargetError: a target does not suit; named; it is not added.
+        """
+        if spec.same_as is None:
+            self._add(spec, *self._sorted(spec, targets))
+            return
+        index = self._indices[spec.same_as]
+        self._sorted(spec, targets)
+        if targets:
+            before = self._plain[index] + self._others[index]
+            self._set(index, *self._sorted(self._specs[index], (*before, *targets)))
+        self._add(spec, (), ())
+
+    def _sorted(self, spec: TensorSpec, targets: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The targets that memmove can write and those that it cannot, each memory once."""
+        if len(targets) == 1 and _surely_plain(spec, targets[0]):
+            return tuple(targets), ()
+        distinct: dict[object, Tensor] = {}
+        for target in targets:
+            reason = _refusal(spec, target, cast=self._cast)
+            if reason is not None:
+                raise TargetError(f"the target of {spec.name!r} {reason}", tensor=spec.name)
+            memory = (
+                target.device,
+                target.data_ptr(),
+                target.stride(),
+                target.dtype,
+                target.is_conj(),
+                target.is_neg(),
+            )
+            distinct.setdefault(memory, target)
+        dtype = dtype_of(spec.dtype)
+        plain: list[Tensor] = []
+        others: list[Tensor] = []
+        for target in distinct.values():
+            is_plain = target.dtype == dtype and (plain_address(target) or not target.numel())
+            (plain if is_plain else others).append(target)
+        return tuple(plain), tuple(others)
+
+    def append_owned(self, spec: TensorSpec, device: torch.device | str = "cpu") -> Tensor:
+        """Allocate a target for the next tensor of the manifest, and return it.
+
+        Raises:
+            TensorError: there is no memory for it; named.
+        """
+        target = allocate(spec, device)
+        if target.is_cpu:
+            self._add(spec, (target,), ())
+        else:
+            self._add(spec, (), (target,))
+        return target
+
+    def _add(self, spec: TensorSpec, plain: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> None:
+        index = self._indices[spec.name] = len(self._specs)
+        self._specs.append(spec)
+        self._sizes.append(wire_nbytes(spec))
+        for column in (self._addresses, self._plain, self._others, self._versioned):
+            column.append(())
+        self._set(index, plain, others)
+
+    def _set(self, index: int, plain: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> None:
+        self._addresses[index] = tuple(target.data_ptr() for target in plain)
+        self._plain[index] = plain
+        self._others[index] = others
+        self._versioned[index] = tuple(target for target in plain + others if not target.is_inference())
+
+    def forget(self, index: int) -> None:
+        """Drop the references to a tensor's targets: it is complete."""
+        self._addresses[index] = self._plain[index] = self._others[index] = self._versioned[index] = ()
+
+    def still_valid(self, targets: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether these are the targets given at first, none resized or moved since: then the writer can stay.
+
+        Not after `append` or `forget`.
+        """
+        if len(targets) != len(self._lengths) or list(map(len, targets)) != self._lengths:
+            return False
+        flat = list(chain.from_iterable(targets))
+        return all(map(is_, flat, self._given)) and _target_prints(flat) == self._prints
+
+    def reset(self) -> None:
+        """Begin an update, the last one having ended anyhow."""
+        self._carry = b""
+
+    def unpack(self, pieces: Sequence[Piece], chunk: Tensor) -> list[int]:
+        """Write a chunk's pieces.
+
+        Args:
+            pieces: which `chunk.Cursor` has accepted: they are not checked again.
+            chunk: its bytes, contiguous uint8 of shape (nbytes,), on any device.
+
+        Returns:
+            The indices of the tensors that are complete now.
+        """
+        if used(pieces) > chunk.numel():
+            raise ProtocolError(f"a chunk of {chunk.numel()} bytes came, its pieces have {used(pieces)}")
+        base = chunk.data_ptr() if chunk.is_cpu else 0
+        sizes, addresses, others, versioned = self._sizes, self._addresses, self._others, self._versioned
+        complete: list[int] = []
+        written: list[Tensor] = []
+        try:
+            for piece in pieces:
+                tensor, start, count = piece.tensor, piece.start, piece.nbytes
+                written += versioned[tensor]
+                if base:
+                    for address in addresses[tensor]:
+                        memmove(address + start, base + piece.offset, count)
+                    if others[tensor]:
+                        self._write(piece, chunk, others[tensor])
+                else:
+                    self._write(piece, chunk, self._plain[tensor] + others[tensor])
+                if start + count == sizes[tensor]:
+                    complete.append(tensor)
+        finally:
+            if written:  # autograd must refuse a backward that saved what was there before
+                increment_version(written)
+        return complete
+
+    @torch.inference_mode()
+    def _write(self, piece: Piece, chunk: Tensor, targets: tuple[Tensor, ...]) -> None:
+        """Write one piece into targets that memmove cannot serve."""
+        dtype = dtype_of(self._specs[piece.tensor].dtype)
+        source = chunk[piece.offset : piece.offset + piece.nbytes]
+        by_element = []
+        for target in targets:
+            lazy = target.is_conj() or target.is_neg()
+            if target.dtype == dtype and target.is_contiguous() and not lazy:
+                flat = target.detach().view(-1).view(torch.uint8)
+                flat[piece.start : piece.start + piece.nbytes].copy_(source)
+            else:
+                by_element.append(target)
+        if by_element:
+            self._write_elements(piece.start, source, dtype, by_element)
+
+    def _write_elements(self, start: int, source: Tensor, dtype: torch.dtype, targets: list[Tensor]) -> None:
+        """Write the elements that this range completes; keep the bytes of one that it only begins."""
+        item, done, count = dtype.itemsize, 0, source.numel()
+        if start % item:
+            done = min(item - start % item, count)
+            self._carry += bytes(source[:done].tolist())
+            if len(self._carry) == item:
+                element = torch.tensor(list(self._carry), dtype=torch.uint8, device=source.device)
+                _write_to(targets, start // item, element.view(dtype))
+                self._carry = b""
+        whole = (count - done) // item * item
+        aligned = (source.storage_offset() + done) % item == 0
+        step = max(whole, 1) if aligned else BOUNCE_BYTES // item * item
+        for at in range(done, done + whole, step):
+            block = source[at : min(at + step, done + whole)]
+            _write_to(targets, (start + at) // item, (block if aligned else block.clone()).view(dtype))
+        if done + whole < count:
+            self._carry = bytes(source[done + whole :].tolist())
+
+    def finish(self) -> None:
+        """The update ends here.
+
+        Raises:
+            ProtocolError: it ends within an element.
+        """
+        carry, self._carry = self._carry, b""
+        if carry:
+            raise ProtocolError(f"the update ended {len(carry)} bytes into an element")
+
+
+def _write_to(targets: list[Tensor], first: int, flat: Tensor) -> None:
+    for target in targets:
+        write(target, first, first + flat.numel(), flat)
+
+
+def _target_prints(targets: list[Tensor]) -> tuple[list[Any], ...]:
+    """What changes when a tensor object stays but its memory or layout does not, as by ``p.data = ...``."""
+    dtypes = list(map(_DTYPE, targets))
+    contiguous = list(map(Tensor.is_contiguous, targets))
+    lazy = not _PARTS.isdisjoint(dtypes)
+    return (
+        dtypes,
+        list(map(Tensor.data_ptr, targets)),
+        list(map(_SHAPE, targets)),
+        contiguous,
+        [] if all(contiguous) else [target.stride() for target in targets],
+        list(map(Tensor.is_neg, targets)) if lazy else [],
+        list(map(Tensor.is_conj, targets)) if any(dtype.is_complex for dtype in set(dtypes)) else [],
+    )
