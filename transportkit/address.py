@@ -217,13 +217,13 @@ class Binding:
         Where the directory's lock does not come free within ``seconds`` the file stays; the next listener takes it.
         """
         identity, self.identity = self.identity, None
-        if identity is not None:
+        if identity is not None and self.sock.fileno() >= 0:
             with (
                 contextlib.suppress(OSError, DeadlineError),
                 _locked(self.address, Deadline(seconds, "lock on the directory")),
             ):
                 now = os.lstat(self.address.path)
-                # The open socket holds its inode, so an equal number is this very file.
+                # The socket is open still and holds its inode, so an equal number is this very file.
                 if (now.st_dev, now.st_ino) == identity:
                     os.unlink(self.address.path)
         with contextlib.suppress(OSError):

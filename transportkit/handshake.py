@@ -41,7 +41,6 @@ from transportkit.wire import (
     Inspected,
     Joined,
     Message,
-    Offer,
     Proof,
     Proposal,
     Refusal,
@@ -157,9 +156,7 @@ class Conversation:
         elif isinstance(message, Joined | Declined | Connect | Proof) and message.attempt != self.attempt:
             raise ProtocolError(f"an answer to proposal {message.attempt} came, but only {self.attempt} were made")
         elif isinstance(message, Hello) and message.role != role:
-            raise ProtocolError(
-                f"both ends are {message.role}s; connect a receiver (`connect`) to a sender (`serve`)"
-            )
+            raise ProtocolError(f"both ends are {message.role}s; connect a receiver (`connect`) to a sender (`serve`)")
         self.state = following
 
 
@@ -211,7 +208,11 @@ def side(hello: Hello, backend: str) -> Side | str:
 
 
 def judge(
-    transport: type[Transport] | None, backend: str, sender: Hello, receiver: Hello, claims: frozenset[str] = frozenset()
+    transport: type[Transport] | None,
+    backend: str,
+    sender: Hello,
+    receiver: Hello,
+    claims: frozenset[str] = frozenset(),
 ) -> Match | Mismatch:
     """Whether this pair could use this backend; what each side checks for itself."""
     ends = side(sender, backend), side(receiver, backend)

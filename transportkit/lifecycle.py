@@ -105,7 +105,9 @@ class SlotPool:
         """One reader's word. Raises `ProtocolError` when it was not owed."""
         slot, readers = self._reading.get((update, seq), (-1, set()))
         if receiver not in readers:
-            raise ProtocolError(f"receiver {receiver} acknowledged chunk {seq} of update {update}, which it does not hold")
+            raise ProtocolError(
+                f"receiver {receiver} acknowledged chunk {seq} of update {update}, which it does not hold"
+            )
         self._settle(update, seq, slot, readers, receiver)
 
     def drop(self, receiver: int) -> None:

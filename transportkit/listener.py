@@ -239,8 +239,8 @@ class Listener:
         try:
             self._on_arrival(link, frame)
         except Exception as error:
-            link.close()
             self._tell(arrival.peer, error)
+            link.close()
 
     def _greet(self, arrival: _Arrival) -> bool:
         """Go on with the preamble; whether it is done, and ``arrival.link`` is there."""
@@ -289,8 +289,8 @@ class Listener:
 
     def _fail(self, arrival: _Arrival, error: Exception) -> None:
         self._forget(arrival)
-        self._hang_up(arrival)
         self._tell(arrival.peer, error)
+        self._hang_up(arrival)
 
     def _hang_up(self, arrival: _Arrival) -> None:
         if arrival.link is not None:

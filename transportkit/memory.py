@@ -1,7 +1,8 @@
 """The memory of chunks and single tensors: addresses, typed views, allocation, bytes to bytes; no piece belongs here.
 
-Slots and chunks are contiguous 1-d uint8 tensors on any device, starting at a multiple of 64 bytes. Bytes in host memory
-go by ``memmove``: it costs a third of a torch copy per small tensor, is faster for large ones, and releases the lock.
+Slots and chunks are contiguous 1-d uint8 tensors on any device, starting at a multiple of 64 bytes. Bytes in host
+memory go by ``memmove``: for a small tensor it costs a third of a torch copy, for a large one it is faster, and it
+releases the lock.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from transportkit.chunk import used
 from transportkit.errors import UsageError
 from transportkit.memory import BOUNCE_BYTES, allocate, copy_bytes, memmove, plain_address, typed_view
-from transportkit.strided import read
+from transportkit.strided import flat_bytes, read
 from transportkit.unpacking import Writer
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _pack_slowly(tensor: Tensor, piece: Piece, slot: Tensor) -> None:
     start, stop, item = piece.start, piece.start + piece.nbytes, tensor.itemsize
     target = slot[piece.offset : piece.offset + piece.nbytes]
     if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-        target.copy_(tensor.view(-1).view(torch.uint8)[start:stop])
+        target.copy_(flat_bytes(tensor)[start:stop])
         return
     done = start
     if start % item == 0 and target.storage_offset() % item == 0:

@@ -62,6 +62,11 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor if integer is None or tensor.is_conj() or tensor.is_neg() else tensor.view(integer)
 
 
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as 1-d uint8. `Tensor.view` cannot tell: it keeps the odd stride of a dimension of size 1."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def read(tensor: Tensor, start: int, stop: int, flat: Tensor) -> None:
     """Copy elements ``start`` to ``stop`` of a tensor into a contiguous 1-d one of its dtype and that length."""
     tensor = bits(tensor)
@@ -77,7 +82,10 @@ def write(tensor: Tensor, start: int, stop: int, flat: Tensor) -> None:
     """Copy a contiguous 1-d tensor into elements ``start`` to ``stop`` of another one, cast where its dtype differs."""
     tensor = tensor.detach()
     if tensor.is_conj():
-        tensor, flat = tensor.conj(), flat.conj()  # torch writes through a conjugate view by way of a temporary
+        # Written through the conjugate view itself, torch would make a temporary. A real source becomes complex first:
+        # the conjugate of its missing part is -0, but what was sent has +0.
+        flat = flat if flat.is_complex() else flat.to(tensor.dtype)
+        tensor, flat = tensor.conj(), flat.conj()
     if tensor.dtype == flat.dtype and not flat.is_conj():
         tensor = bits(tensor)
         flat = flat.view(tensor.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from transportkit.errors import ProtocolError, TargetError
 from transportkit.kinds import PLAIN_TYPES, dtype_of, unsupported
 from transportkit.manifest import wire_nbytes
 from transportkit.memory import BOUNCE_BYTES, allocate, memmove, plain_address
-from transportkit.strided import overlaps_itself, write
+from transportkit.strided import flat_bytes, overlaps_itself, write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,11 +102,12 @@ class Writer:
         """The targets of which autograd counts the versions: all but inference tensors."""
         self._carry = b""
         """The first bytes of an element that the last piece ended in."""
+        self._lengths: list[int] | None = None
         for spec, its_targets in zip(specs, targets, strict=True):
             self.append(spec, its_targets)
         self._lengths = list(map(len, targets))
-        self._given = list(chain.from_iterable(targets))
-        self._prints = _target_prints(self._given)
+        self._prints = _target_prints(list(chain.from_iterable(targets)))
+        self._simple = False
 
     def append(self, spec: TensorSpec, targets: Sequence[Tensor]) -> None:
         """Add the next tensor of the manifest; before any byte of the one that it is the same as is written.
@@ -114,6 +115,7 @@ class Writer:
         Raises:
             TargetError: a target does not suit; named; it is not added.
         """
+        self._lengths = None
         if spec.same_as is None:
             self._add(spec, *self._sorted(spec, targets))
             return
@@ -146,8 +148,9 @@ class Writer:
         plain: list[Tensor] = []
         others: list[Tensor] = []
         for target in distinct.values():
-            is_plain = target.dtype == dtype and (plain_address(target) or not target.numel())
-            (plain if is_plain else others).append(target)
+            if target.numel():
+                is_plain = target.dtype == dtype and plain_address(target)
+                (plain if is_plain else others).append(target)
         return tuple(plain), tuple(others)
 
     def append_owned(self, spec: TensorSpec, device: torch.device | str = "cpu") -> Tensor:
@@ -181,15 +184,37 @@ class Writer:
         """Drop the references to a tensor's targets: it is complete."""
         self._addresses[index] = self._plain[index] = self._others[index] = self._versioned[index] = ()
 
-    def still_valid(self, targets: Sequence[Sequence[Tensor]]) -> bool:
-        """Whether these are the targets given at first, none resized or moved since: then the writer can stay.
+    def release(self) -> None:
+        """Let go of every target, until `resume`; only addresses and layouts are kept."""
+        self._simple = self._lengths is not None and not any(self._others)
+        self._plain = [()] * len(self._specs)
+        self._others = list(self._plain)
+        self._versioned = list(self._plain)
 
-        Not after `append` or `forget`.
+    def resume(self, targets: Sequence[Sequence[Tensor]]) -> bool:
+        """After `release`, take targets for another update as the constructor does, for a fraction of its cost.
+
+        Returns:
+            False, with nothing taken, unless all are contiguous host memory, at the same addresses and in the same layout as
+            those given to the constructor.
         """
-        if len(targets) != len(self._lengths) or list(map(len, targets)) != self._lengths:
+        if not self._simple or list(map(len, targets)) != self._lengths:
             return False
         flat = list(chain.from_iterable(targets))
-        return all(map(is_, flat, self._given)) and _target_prints(flat) == self._prints
+        try:
+            if not PLAIN_TYPES.issuperset(map(type, flat)) or _target_prints(flat) != self._prints:
+                return False
+        except (RuntimeError, NotImplementedError):  # one has no memory any more
+            return False
+        self._plain = list(map(tuple, targets))
+        for spec, its_targets in zip(self._specs, targets, strict=True):
+            if spec.same_as is not None and its_targets:
+                self._plain[self._indices[spec.same_as]] += tuple(its_targets)
+        self._versioned = self._plain
+        if any(map(Tensor.is_inference, flat)):
+            self._versioned = [tuple(target for target in each if not target.is_inference()) for each in self._plain]
+        self._carry = b""
+        return True
 
     def reset(self) -> None:
         """Begin an update, the last one having ended anyhow."""
@@ -238,8 +263,7 @@ class Writer:
         for target in targets:
             lazy = target.is_conj() or target.is_neg()
             if target.dtype == dtype and target.is_contiguous() and not lazy:
-                flat = target.detach().view(-1).view(torch.uint8)
-                flat[piece.start : piece.start + piece.nbytes].copy_(source)
+                flat_bytes(target)[piece.start : piece.start + piece.nbytes].copy_(source)
             else:
                 by_element.append(target)
         if by_element:

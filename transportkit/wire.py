@@ -293,19 +293,41 @@ class Inspected(Struct, frozen=True, tag="inspected"):
 # -- the updates' messages --------------------------------------------------------------------------------------------
 
 
+class Ready(Struct, frozen=True, tag="ready"):
+    """Receiver to sender: a call waits for an update. Said once for each `Begin`; only then may the next one come."""
+
+
 class Begin(Struct, frozen=True, tag="begin"):
-    """Sender to receiver: an update follows.
+    """Sender to receiver: an update is to follow. Short, so that it never fills the link of a receiver that does not read.
 
     Args:
         update: number of the update within the session, from 1; a trial's chunks carry minus its attempt.
-        manifest_id: digest of the manifest; empty when the specs come with the chunks.
-        specs: the manifest, or None when the receiver holds it since the last update that it applied.
-        nbytes: sum of the tensors' bytes; -1 when not known.
-        known_plan: chunk headers leave out their pieces, which are those of the last applied update.
+        version: the user's number of it.
     """
 
     update: int
     version: int
+
+
+class Present(Struct, frozen=True, tag="present"):
+    """Receiver to sender: the call still waits; send the manifest."""
+
+    update: int
+    receiver: int
+
+
+class Manifest(Struct, frozen=True, tag="manifest"):
+    """Sender to receiver: what the update consists of.
+
+    Args:
+        manifest_id: digest of the manifest; empty when the specs come with the chunks.
+        specs: the manifest, or None when the receiver holds it since the last update that it applied.
+        nbytes: sum of the tensors' bytes; -1 when not known.
+        known_plan: chunk headers leave out their pieces, which are those of the last applied update.
+        metadata: the user's.
+    """
+
+    update: int
     manifest_id: str = ""
     specs: tuple[TensorSpec, ...] | None = None
     nbytes: int = -1
@@ -329,7 +351,7 @@ class Chunk(Struct, frozen=True, tag="chunk"):
         nbytes: used length of the slot.
         digest: xxh3-64 of these bytes, 0 when the terms say none.
         pieces: what lies where, in manifest order without gaps; None when the plan is known.
-        specs: tensors that this chunk introduces, appended to the manifest; only where `Begin` had none.
+        specs: tensors that this chunk introduces, appended to the manifest; only where `Manifest` had none.
     """
 
     update: int
@@ -403,7 +425,9 @@ class Bye(Struct, frozen=True, tag="bye"):
 HandshakeMessage = (
     Hello | Refusal | Proposal | Joined | Declined | Connect | Proof | Agreed | Inspected | Chunk | Ack | Waiting | Bye
 )
-UpdateMessage = Begin | Accept | Chunk | Ack | Commit | Applied | Failed | Aborted | Waiting | Bye
+UpdateMessage = (
+    Ready | Begin | Present | Manifest | Accept | Chunk | Ack | Commit | Applied | Failed | Aborted | Waiting | Bye
+)
 Message = (
     Hello
     | Refusal
@@ -414,7 +438,10 @@ Message = (
     | Proof
     | Agreed
     | Inspected
+    | Ready
     | Begin
+    | Present
+    | Manifest
     | Accept
     | Chunk
     | Ack

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
 import msgspec
 import pytest
 from hypothesis import assume, given
@@ -9,7 +12,9 @@ from hypothesis import strategies as st
 
 from transportkit.chunk import ALIGNMENT, Cursor, Cutter, plan, used
 from transportkit.errors import ProtocolError
-from transportkit.wire import Piece
+
+if TYPE_CHECKING:
+    from transportkit.wire import Piece
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -23,7 +28,7 @@ def test_a_plan_keeps_its_rules(sizes: list[int | None], chunk_bytes: int) -> No
     for pieces in chunks:
         assert 0 <= used(pieces) <= chunk_bytes
         assert all(piece.offset % ALIGNMENT == 0 for piece in pieces)
-        assert all(a.offset + a.nbytes <= b.offset for a, b in zip(pieces, pieces[1:], strict=False))
+        assert all(a.offset + a.nbytes <= b.offset for a, b in pairwise(pieces))
     flat = [piece for pieces in chunks for piece in pieces]
     for tensor, size in enumerate(sizes):
         mine = [piece for piece in flat if piece.tensor == tensor]
@@ -99,7 +104,9 @@ def test_a_cursor_refuses_every_mutation(data: st.DataObject, sizes: list[int | 
 
 
 @given(st.data(), sizes, chunk_sizes)
-def test_offsets_that_a_cursor_accepts_are_sound(data: st.DataObject, sizes: list[int | None], chunk_bytes: int) -> None:
+def test_offsets_that_a_cursor_accepts_are_sound(
+    data: st.DataObject, sizes: list[int | None], chunk_bytes: int
+) -> None:
     """Another offset may be as good as the sender's: then it is aligned, in bounds and overlaps nothing."""
     for pieces in plan(sizes, chunk_bytes):
         moved = [msgspec.structs.replace(p, offset=data.draw(st.integers(-2, 12)) * 32) for p in pieces]

@@ -257,9 +257,7 @@ def test_of_many_that_take_over_at_once_one_wins(tmp_path):
     stale = place(tmp_path / "s")
     stale.sock.close()
     command = [sys.executable, "-c", CONTEND, f"unix:{tmp_path}/s"]
-    children = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(10)
-    ]
+    children = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(10)]
     try:
         for child in children:
             assert child.stdout.readline() == "ready\n"

@@ -32,8 +32,8 @@ READ_AHEAD = HANDSHAKE_FRAME_LIMIT + 4096
 _SMALL, _LARGE = 1 << 15, 1 << 18
 #: Most buffers of one `sendmsg` (Linux takes 1024).
 _VECTOR = 512
-#: Send buffer of a unix socket in bytes, which the kernel doubles: the best of 100 to 4000 KB, as beyond it the bytes leave
-#: the cache on their way. It is within the usual net.core.wmem_max.
+#: Send buffer of a unix socket in bytes, which the kernel doubles. Of 100 to 4000 KB this was best: beyond it the bytes
+#: leave the cache on their way. It is within the usual net.core.wmem_max.
 _UNIX_BUFFER = 212992
 
 

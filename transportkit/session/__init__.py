@@ -10,8 +10,8 @@ from __future__ import annotations
 from transportkit.session.ends import connect, inspect, pair, serve
 from transportkit.session.leases import Lease
 from transportkit.session.receiver import Receiver
-from transportkit.session.results import Report, Update
+from transportkit.session.results import Incoming, Report, Update
 from transportkit.session.sender import Sender
 from transportkit.session.sources import Source
 
-__all__ = ["Lease", "Receiver", "Report", "Sender", "Source", "Update", "connect", "inspect", "pair", "serve"]
+__all__ = ["Incoming", "Lease", "Receiver", "Report", "Sender", "Source", "Update", "connect", "inspect", "pair", "serve"]

@@ -186,7 +186,7 @@ class PairedReceiver(_Paired, Receiver):
         self._start(link, wanted, inherited)
 
 
-def _inherit(cls: type[PairedSender] | type[PairedReceiver], sock: socket.socket, *rest: Any) -> Any:
+def _inherit(cls: type[PairedSender | PairedReceiver], sock: socket.socket, *rest: Any) -> Any:
     ends = _Ends(sock, None) if cls is PairedSender else _Ends(None, sock)
     return cls(ends, *rest)
 
@@ -199,4 +199,3 @@ def as_link(link: Any) -> Link:
         if not callable(getattr(link, method, None)):
             raise UsageError(f"a link needs send(data, timeout), recv(timeout) and close(); {link!r} has no {method}()")
     return CustomLink(link)
-

@@ -49,9 +49,7 @@ class Inlet:
         except (PeerError, OSError, RuntimeError):
             return
 
-    def next(
-        self, deadline: Deadline, *, renew: bool = True, idle: Callable[[], None] | None = None
-    ) -> wire.Message:
+    def next(self, deadline: Deadline, *, renew: bool = True, idle: Callable[[], None] | None = None) -> wire.Message:
         """The sender's next message.
 
         Args:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from transportkit.session.peers import Peers
     from transportkit.transport import Exporter
-    from transportkit.wire import Piece, Terms, TensorSpec
+    from transportkit.wire import Piece, TensorSpec, Terms
 
 
 class Lane:
@@ -92,7 +92,9 @@ class Lane:
                 backend=self.backend,
             )
         if self.terms.chunk_bytes and any(slot.data_ptr() % 64 for slot in self.slots):
-            raise BackendError(f"backend {self.backend} made slots that are not aligned to 64 bytes", backend=self.backend)
+            raise BackendError(
+                f"backend {self.backend} made slots that are not aligned to 64 bytes", backend=self.backend
+            )
 
 
 def acknowledge(lanes: Sequence[Lane], message: wire.Ack, receiver: int) -> None:

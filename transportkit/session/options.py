@@ -56,7 +56,9 @@ def options(given: dict[str, Any]) -> Options:
         value = given.get(name)
         if value is None and name == "wait":
             continue
-        if name in given and (not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0):
+        if name in given and (
+            not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0
+        ):
             raise UsageError(f"{name} must be a positive number of seconds, not {value!r}")
     if given.get("checksum") not in (None, True, False):
         raise UsageError(f"checksum must be True, False or None, not {given['checksum']!r}")

@@ -38,6 +38,8 @@ class Peer:
         self.conversation = conversation
         self.heard = time.monotonic()
         self.waited = 0.0
+        self.ready = False
+        """Whether it has said that it waits for an update, and none was begun since."""
         self.gone: PeerError | None = None
         """Why nothing more comes from it: it said goodbye, or was lost."""
         self.manifest_id = ""
@@ -190,7 +192,9 @@ class Peers:
             if isinstance(message, wire.Bye):
                 peer.gone = farewell(message, peer.name)
                 return
-            if not isinstance(message, wire.Waiting):
+            if isinstance(message, wire.Ready):
+                peer.ready = True
+            elif not isinstance(message, wire.Waiting):
                 self.on_message(peer, message)
 
     def _take_in(self) -> None:

@@ -29,9 +29,9 @@ from transportkit.session.joining import Joined, Joining
 from transportkit.session.leases import Lease
 from transportkit.session.options import Options, hello, options
 from transportkit.session.receiving import Memory, Receiving
-from transportkit.session.results import Update
+from transportkit.session.results import Incoming, Update
 from transportkit.session.sinks import IntoFunction, IntoTarget, Leased, Owned, Sink, ours, told
-from transportkit.session.targets import Target
+from transportkit.session.targets import Binding
 from transportkit.site import read_site
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Receiver:
         self._joined: Joined | None = None
         self._version: int | None = None
         self._current: Receiving | None = None
-        self._target: Target | None = None
+        self._binding: Binding | None = None
 
     # -- the session --------------------------------------------------------------------------------------------------
 
@@ -105,6 +105,11 @@ class Receiver:
     def version(self) -> int | None:
         """The version of the last update that landed whole; None before the first, and while a target is torn."""
         return self._version
+
+    @property
+    def incoming(self) -> Incoming | None:
+        """The update that is coming in, from its first chunk to its end; for the loops of `receive` and `chunks`."""
+        return None if self._current is None else self._current.incoming
 
     @property
     def held(self) -> int:
@@ -156,11 +161,17 @@ class Receiver:
             DeadlineError: nothing began within ``wait`` (then the session is as it was), or no progress within ``timeout``.
         """
 
-        def sink() -> IntoTarget:
-            return IntoTarget(self._bind(target, strict=strict, cast=cast))
+        def make() -> IntoTarget:
+            return IntoTarget(target, strict=strict, cast=cast, last=self._binding)
 
-        with self._guard.call("load_into"):
-            return self._take(sink, wait, progress)
+        with self._guard.call("load_into"), self._updating(make, wait, progress) as (receiving, sink):
+            self._binding = None
+            try:
+                update = self._fill(receiving, sink)
+                self._binding = sink.binding
+            finally:
+                sink.binding.rest()
+            return update
 
     def apply(
         self,
@@ -187,7 +198,12 @@ class Receiver:
             raise UsageError(f"apply() takes a callable, not {function!r}")
         with self._guard.call("apply"):
             chunk_bytes = self._join().terms.chunk_bytes
-            return self._take(lambda: IntoFunction(function, self._options.device, chunk_bytes), wait, progress)
+            device = self._options.device
+            with self._updating(lambda: IntoFunction(function, device, chunk_bytes), wait, progress) as (
+                receiving,
+                sink,
+            ):
+                return self._fill(receiving, sink)
 
     def receive(self, *, wait: float | None = None, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
         """The (name, tensor) pairs of the next update, each as soon as it is complete; the tensors are the caller's own.
@@ -207,9 +223,12 @@ class Receiver:
         return self._chunks(wait, progress)
 
     def _receive(self, wait: float | None, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
-        with self._guard.call("receive"), self._updating(lambda: Owned(self._options.device), wait, progress) as (
-            receiving,
-            sink,
+        with (
+            self._guard.call("receive"),
+            self._updating(lambda: Owned(self._options.device), wait, progress) as (
+                receiving,
+                sink,
+            ),
         ):
             with contextlib.closing(self._walk(receiving, sink)) as walk:
                 for chunk, pieces in walk:
@@ -232,14 +251,14 @@ class Receiver:
 
     # -- one update ---------------------------------------------------------------------------------------------------
 
-    def _take(self, make: Callable[[], Sink], wait: float | None, progress: Progress | None) -> Update:
-        with self._updating(make, wait, progress) as (receiving, sink):
-            with contextlib.closing(self._walk(receiving, sink)) as walk:
-                for chunk, pieces in walk:
-                    with self._join().imports.importer.reading(chunk.header):
-                        sink.write(chunk, pieces)
-            sink.finish()
-            return self._applied(receiving, sink)
+    def _fill(self, receiving: Receiving, sink: Sink) -> Update:
+        """Let the sink take every chunk."""
+        with contextlib.closing(self._walk(receiving, sink)) as walk:
+            for chunk, pieces in walk:
+                with self._join().imports.importer.reading(chunk.header):
+                    sink.write(chunk, pieces)
+        sink.finish()
+        return self._applied(receiving, sink)
 
     def _walk(self, receiving: Receiving, sink: Sink) -> Generator[tuple[Imported, Sequence[Piece]], None, None]:
         """Each chunk of the update; it is released and acknowledged at the next step."""
@@ -262,32 +281,28 @@ class Receiver:
         self._join()
         wait = self._options.wait if wait is None else wait
         deadline = Deadline(wait, f"update from {self._inlet.name}", "wait")
-        while True:
-            sink = make()
-            receiving = self._new(progress)
-            self._wait(receiving, deadline)
-            self._current = receiving
-            try:
-                sink.extend(receiving.specs)
-                if not receiving.streamed:
-                    sink.complete()
-                receiving.accept()
-                if not receiving.stands():
-                    continue
-                yield receiving, sink
-                return
-            except Exception as error:
-                if isinstance(error, TransportKitError):
-                    self._failed(receiving, error, torn=sink.torn)
-                    raise
-                mapped = ours(error)
-                self._failed(receiving, mapped, torn=sink.torn)
-                raise mapped from error
-            except BaseException as error:
+        sink = make()
+        receiving = self._new(progress)
+        self._wait(receiving, deadline)
+        self._current = receiving
+        try:
+            if not receiving.streamed:
+                sink.begin(receiving.specs)
+            receiving.accept()
+            yield receiving, sink
+            return
+        except Exception as error:
+            if isinstance(error, TransportKitError):
                 self._failed(receiving, error, torn=sink.torn)
                 raise
-            finally:
-                self._current = None
+            mapped = ours(error)
+            self._failed(receiving, mapped, torn=sink.torn)
+            raise mapped from error
+        except BaseException as error:
+            self._failed(receiving, error, torn=sink.torn)
+            raise
+        finally:
+            self._current = None
 
     def _wait(self, receiving: Receiving, deadline: Deadline) -> None:
         try:
@@ -313,9 +328,6 @@ class Receiver:
         update = receiving.applied(skipped=sink.skipped, missing=sink.missing, cast=sink.cast)
         self._version = update.version
         return update
-
-    def _bind(self, target: nn.Module | Mapping[str, Tensor], *, strict: bool, cast: bool) -> Target:
-        return Target(target, strict=strict, cast=cast)
 
     def _failed(self, receiving: Receiving, error: BaseException, *, torn: bool) -> None:
         """An update ended early: the target is torn, the sender is told, and the link is settled or closed."""

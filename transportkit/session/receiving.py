@@ -16,7 +16,7 @@ from transportkit.errors import (
 )
 from transportkit.manifest import check_specs, manifest_id, wire_nbytes
 from transportkit.session.joining import check_digest
-from transportkit.session.results import Update
+from transportkit.session.results import Incoming, Update
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transportkit.lifecycle import Imported, Imports
     from transportkit.session.inlet import Inlet
     from transportkit.session.options import Progress
-    from transportkit.wire import Piece, Terms, TensorSpec
+    from transportkit.wire import Piece, TensorSpec, Terms
 
 
 class Memory:
@@ -34,6 +34,8 @@ class Memory:
         self.manifest_id = ""
         self.specs: tuple[TensorSpec, ...] = ()
         self.plan: list[tuple[Piece, ...]] = []
+        self.announced = False
+        """Whether the sender has been told that a call waits, and has begun no update since."""
 
 
 class Receiving:
@@ -64,13 +66,13 @@ class Receiving:
         self._dtypes = dtypes
         self._progress = progress
         self._header: wire.Begin | None = None
+        self._manifest = wire.Manifest(0)
         self._sizes: list[int | None] = []
         self._by_name: dict[str, TensorSpec] = {}
         self._cursor = Cursor(terms.chunk_bytes)
         self._plan: list[tuple[Piece, ...]] = []
         self._seq = 0
         self._last = False
-        self._first: wire.Message | None = None
         self._nbytes = 0
         self._start = 0.0
         self.specs: list[TensorSpec] = []
@@ -85,50 +87,56 @@ class Receiving:
 
         Call `accept` when the manifest suits.
         """
-        self._imports.settle()
         while True:
+            self._imports.settle()
+            if not self._memory.announced:
+                self._inlet.send(wire.Ready())
+                self._memory.announced = True
             message = self._inlet.next(deadline, renew=False)
             match message:
                 case wire.Begin():
-                    break
+                    self._memory.announced = False
+                    if self._take_manifest(message):
+                        return
                 case wire.Chunk():
                     self._discard(message)
                 case wire.Aborted():
-                    continue
+                    pass  # of an update that failed here
                 case _:
                     raise self._unexpected(message)
-        self._header = message
+
+    def _take_manifest(self, begin: wire.Begin) -> bool:
+        """Ask for the manifest and take it in; False where the sender takes the update back."""
+        self._header, self.over = begin, False
         self._start = time.monotonic()
-        self._cursor = Cursor(self._terms.chunk_bytes)
-        self.specs, self._sizes = [], []
-        specs = message.specs
-        if message.known_plan or (specs is None and message.manifest_id):
-            if message.manifest_id != self._memory.manifest_id:
-                raise ProtocolError(
-                    f"{self._inlet.name} refers to a manifest {message.manifest_id} that this side does not hold"
-                )
-            self.specs = list(self._memory.specs)
-            self._sizes = [wire_nbytes(spec) for spec in self.specs]
-        elif specs is not None:
-            check_specs(specs, self._dtypes)
-            if manifest_id(specs) != message.manifest_id:
+        self._inlet.send(wire.Present(begin.update, self._terms.receiver))
+        message = self._await("manifest")
+        match message:
+            case wire.Aborted() if message.withdrawn:
+                self._header = None
+                return False
+            case wire.Aborted():
+                raise self._ended(message)
+            case wire.Manifest() if message.update == begin.update:
+                self._manifest = message
+            case _:
+                raise self._unexpected(message)
+        if message.specs is not None:
+            check_specs(message.specs, self._dtypes)
+            if manifest_id(message.specs) != message.manifest_id:
                 raise ProtocolError(f"{self._inlet.name} sent a manifest that has another digest than it says")
-            self._grow(specs)
+            self._grow(message.specs)
+        elif message.manifest_id or message.known_plan:
+            if not message.manifest_id or message.manifest_id != self._memory.manifest_id:
+                raise ProtocolError(f"{self._inlet.name} refers to a manifest that this side does not hold")
+            self._grow(self._memory.specs)
+        return True
 
     def accept(self) -> None:
-        """Say that the chunks may come."""
+        """Say that the chunks may come. Raises `LeaseError` where no slot is left for them."""
         assert self._header is not None
         self._imports.settle(need=True)
         self._inlet.send(wire.Accept(self._header.update, self._terms.receiver))
-
-    def stands(self) -> bool:
-        """Wait for the first message after `accept`: False if the sender has taken the update back."""
-        message = self._await("chunk")
-        if isinstance(message, wire.Aborted) and message.withdrawn:
-            self.over = True
-            return False
-        self._first = message
-        return True
 
     def next(self) -> tuple[Imported, tuple[Piece, ...], int] | None:
         """The next chunk, its pieces, and how many specs it appended; None when all have come.
@@ -140,8 +148,7 @@ class Receiving:
         """
         header = self._header
         assert header is not None
-        first, self._first = self._first, None
-        message = first or self._await("chunk")
+        message = self._await("chunk")
         match message:
             case wire.Chunk():
                 return self._open(header, message)
@@ -149,13 +156,7 @@ class Receiving:
                 self._check_totals(header, message)
                 return None
             case wire.Aborted():
-                self.over = True
-                raise PeerFailedError(
-                    f"{self._inlet.name} ended the update: {message.code}: {message.text}",
-                    peer=self._inlet.name,
-                    code=message.code,
-                    text=message.text,
-                )
+                raise self._ended(message)
             case _:
                 raise self._unexpected(message)
 
@@ -167,23 +168,21 @@ class Receiving:
     def report(self) -> None:
         """Report progress to the user's callable."""
         if self._progress is not None and self._header is not None:
-            total = self._header.nbytes
+            total = self._manifest.nbytes
             try:
                 self._progress(self._nbytes, None if total < 0 else total)
             except Exception as error:
                 raise CallbackError(f"progress raised {type(error).__name__}: {error}") from error
 
-    def applied(
-        self, *, skipped: Sequence[str] = (), missing: Sequence[str] = (), cast: Sequence[str] = ()
-    ) -> Update:
+    def applied(self, *, skipped: Sequence[str] = (), missing: Sequence[str] = (), cast: Sequence[str] = ()) -> Update:
         """Tell the sender that the whole update has landed, and remember its plan."""
         header = self._header
         assert header is not None
         specs = tuple(self.specs)
-        if not header.known_plan:
+        if not self._manifest.known_plan:
             self._memory.specs = specs
             self._memory.plan = self._plan
-            self._memory.manifest_id = header.manifest_id or manifest_id(specs)
+            self._memory.manifest_id = self._manifest.manifest_id or manifest_id(specs)
         self._inlet.send(wire.Applied(header.update, self._terms.receiver, self._seq, self._nbytes))
         self.over = True
         return Update(
@@ -193,7 +192,7 @@ class Receiving:
             chunks=self._seq,
             tensors=len(specs),
             backend=self._terms.backend,
-            metadata=header.metadata,
+            metadata=self._manifest.metadata,
             skipped=tuple(skipped),
             missing=tuple(missing),
             cast=tuple(cast),
@@ -227,14 +226,22 @@ class Receiving:
         return self._header is not None and not self.over
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of tensors that have come."""
-        return self._nbytes
+    def incoming(self) -> Incoming | None:
+        """What is known of the update from its beginning on."""
+        if self._header is None:
+            return None
+        told = self._manifest
+        return Incoming(
+            version=self._header.version,
+            specs=None if self.streamed else tuple(self.specs),
+            nbytes=None if told.nbytes < 0 else told.nbytes,
+            metadata=told.metadata,
+        )
 
     @property
     def streamed(self) -> bool:
         """Whether the specs come with the chunks."""
-        return self._header is not None and not self._header.manifest_id
+        return not self._manifest.manifest_id
 
     # -- chunks -------------------------------------------------------------------------------------------------------
 
@@ -250,7 +257,7 @@ class Receiving:
             check_specs(header.specs, self._dtypes, earlier=self._by_name)
             self._grow(header.specs)
         pieces = header.pieces
-        if begin.known_plan:
+        if self._manifest.known_plan:
             plan = self._memory.plan
             if pieces is not None or self._seq >= len(plan):
                 raise ProtocolError(f"chunk {header.seq} does not follow the plan that both sides know")
@@ -298,6 +305,15 @@ class Receiving:
         self._imports.settle(need=what == "chunk" and not self._last)
         deadline = Deadline(self._inlet.timeout, f"{what} from {self._inlet.name}")
         return self._inlet.next(deadline, idle=self._imports.settle if self._imports.held else None)
+
+    def _ended(self, message: wire.Aborted) -> PeerFailedError:
+        self.over = True
+        return PeerFailedError(
+            f"{self._inlet.name} ended the update: {message.code}: {message.text}",
+            peer=self._inlet.name,
+            code=message.code,
+            text=message.text,
+        )
 
     def _unexpected(self, message: wire.Message) -> ProtocolError:
         return ProtocolError(f"{self._inlet.name} sent {type(message).__name__.lower()}, which may not come now")

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import attrs
 
+from transportkit.wire import TensorSpec
+
 
 @attrs.frozen(kw_only=True)
 class Report:
@@ -30,6 +32,23 @@ class Report:
     tensors: int
     reroutes: tuple[str, ...] = ()
     waited_for: Mapping[int, float] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class Incoming:
+    """What a receiver knows of an update while it comes; see `Receiver.incoming`.
+
+    Args:
+        version: the update's version.
+        specs: its tensors in order; None where each spec comes with its first bytes.
+        nbytes: sum of the tensors' own bytes, tied tensors counted once; None where the sender does not know.
+        metadata: what the sender gave with it.
+    """
+
+    version: int
+    specs: tuple[TensorSpec, ...] | None
+    nbytes: int | None
+    metadata: Mapping[str, str]
 
 
 @attrs.frozen(kw_only=True)

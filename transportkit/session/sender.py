@@ -216,13 +216,13 @@ class Sender:
             error.torn = torn
             error.args = (f"{error.args[0]}; torn: {', '.join(torn)}", *error.args[1:])
         if sending.settled(error):
-            sending.abort(error, withdrawn=not sending.began)
+            sending.abort(error)
             words = sending.last_words()
             if words and isinstance(error, PeerFailedError):
                 error.text = f"{error.text}: {words}"
                 error.args = (f"{error.args[0]}: {words}", *error.args[1:])
         else:
-            sending.abort(error, withdrawn=False)
+            sending.abort(error)
             self._end(error)
 
     # -- beginning and end --------------------------------------------------------------------------------------------
@@ -280,4 +280,3 @@ def _metadata(given: Mapping[str, str] | None) -> dict[str, str]:
         if not all(isinstance(text, str) for text in entry):
             raise UsageError(f"metadata must map text to text, not {entry[0]!r} to {entry[1]!r}")
     return data
-

@@ -103,6 +103,8 @@ class Sending:
         self._metadata = dict(metadata)
         self._progress = progress
         self._wait = wait
+        self._begun: set[int] = set()
+        self._present: set[int] = set()
         self._accepted: set[int] = set()
         self._applied: set[int] = set()
         self._failed: dict[int, wire.Failed] = {}
@@ -110,7 +112,7 @@ class Sending:
         self._total: int | None = None
         self._sent = 0
         self.began = False
-        """Whether a chunk has gone out."""
+        """Whether every receiver is in it; before that it can be taken back."""
 
     def run(self) -> Report:
         """Carry the update out. Raises whatever ended it; the receivers know nothing of that yet, see `abort`."""
@@ -124,7 +126,6 @@ class Sending:
             self._check_dtypes(specs)
             identity, self._total = self._plans.take(specs)
         self._begin(specs, identity)
-        self.began = True
         self._report_progress(0)
         if isinstance(self._source, Static):
             self._send_static(identity)
@@ -143,14 +144,14 @@ class Sending:
             waited_for={peer.number: peer.waited for peer in self._peers},
         )
 
-    def abort(self, error: BaseException, *, withdrawn: bool) -> None:
-        """Tell every receiver that this update ends here, as far as that goes without waiting long."""
+    def abort(self, error: BaseException) -> None:
+        """Tell every receiver to which it was announced that this update ends here."""
         for stream in self._streams:
             stream.abandon()
         for peer in self._peers:
             peer.manifest_id = ""
-        message = wire.Aborted(self._number, type(error).__name__, str(error), withdrawn)
-        for peer in self._peers:
+        message = wire.Aborted(self._number, type(error).__name__, str(error), withdrawn=not self.began)
+        for peer in [peer for peer in self._peers if peer.number in self._begun]:
             with contextlib.suppress(TransportKitError):
                 self._peers.send(peer, message)
 
@@ -182,12 +183,25 @@ class Sending:
     # -- the steps ----------------------------------------------------------------------------------------------------
 
     def _begin(self, specs: tuple[TensorSpec, ...] | None, identity: str) -> None:
+        deadline = Deadline(self._wait, "receiver ready for the update", "wait")
+        self._peers.wait(
+            lambda: all(peer.ready for peer in self._peers),
+            lambda: [peer.number for peer in self._peers if not peer.ready],
+            "word",
+            deadline=deadline,
+        )
+        for peer in self._peers:
+            peer.ready = False
+            self._begun.add(peer.number)
+            self._peers.send(peer, wire.Begin(self._number, self._version))
+        everyone = self._peers.numbers
+        self._peers.wait(lambda: self._present == everyone, lambda: everyone - self._present, "word", deadline=deadline)
+        self.began = True
         ignorant = {peer.number for peer in self._peers if not identity or peer.manifest_id != identity}
         planned = {n for lane in self._lanes if ignorant.isdisjoint(lane.receivers) for n in lane.receivers}
         for peer in self._peers:
-            message = wire.Begin(
+            message = wire.Manifest(
                 update=self._number,
-                version=self._version,
                 manifest_id=identity,
                 specs=specs if peer.number in ignorant else None,
                 nbytes=-1 if self._total is None else self._total,
@@ -195,16 +209,15 @@ class Sending:
                 metadata=self._metadata,
             )
             self._peers.send(peer, message)
-        deadline = Deadline(self._wait, "receiver ready for the update", "wait")
         self._peers.wait(
-            lambda: len(self._accepted) == len(self._peers), lambda: self._owing(self._accepted), "word", deadline=deadline
+            lambda: self._accepted == everyone, lambda: everyone - self._accepted, "answer to the manifest"
         )
         self._streams = [_Stream(x, self._number, known_plan=planned.issuperset(x.receivers)) for x in self._lanes]
 
     def _send_static(self, identity: str) -> None:
         assert isinstance(self._source, Static)
         manifest = self._source.manifest
-        packer = Packer(manifest.tensors)
+        packer = Packer(manifest.tensors, manifest.layout.addresses)
         work = [(stream, iter(self._plans.chunks(stream.lane.terms.chunk_bytes))) for stream in self._streams]
         pending: list[tuple[_Stream, Iterator[tuple[Piece, ...]], tuple[Piece, ...], tuple[Piece, ...] | None]] = []
         for stream, chunks in work:
@@ -262,9 +275,8 @@ class Sending:
             for number in stream.lane.receivers:
                 message = wire.Commit(self._number, stream.seq, self._sent, len(sent), identity)
                 self._peers.send(self._peers[number], message)
-        self._peers.wait(
-            lambda: len(self._applied) == len(self._peers), lambda: self._owing(self._applied), "word that it is applied"
-        )
+        everyone = self._peers.numbers
+        self._peers.wait(lambda: self._applied == everyone, lambda: everyone - self._applied, "word that it is applied")
         for peer in self._peers:
             peer.manifest_id = identity
 
@@ -308,14 +320,13 @@ class Sending:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def _owing(self, done: set[int]) -> list[int]:
-        return [peer.number for peer in self._peers if peer.number not in done]
-
     def _take(self, peer: Peer, message: wire.Message) -> None:
         number = peer.number
         match message:
             case wire.Ack():
                 acknowledge(self._lanes, message, number)
+            case wire.Present() if message.update == self._number:
+                self._present.add(number)
             case wire.Accept() if message.update == self._number:
                 self._accepted.add(number)
             case wire.Applied() if message.update == self._number:
@@ -334,7 +345,7 @@ class Sending:
                     code=message.code,
                     text=message.text,
                 )
-            case wire.Accept() | wire.Applied() | wire.Failed() if message.update < self._number:
+            case wire.Present() | wire.Accept() | wire.Applied() | wire.Failed() if message.update < self._number:
                 pass
             case _:
                 raise ProtocolError(f"{peer.name} sent {type(message).__name__.lower()}, which may not come now")

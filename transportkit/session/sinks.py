@@ -13,11 +13,11 @@ from transportkit.errors import CallbackError, UpdateError
 from transportkit.lifecycle import Watched
 from transportkit.manifest import nbytes, wire_nbytes
 from transportkit.packing import Writer, allocate, copy_bytes, typed_view
+from transportkit.session.targets import Binding, tensors_of
 
 if TYPE_CHECKING:
     from transportkit.errors import TransportKitError
     from transportkit.lifecycle import Imported
-    from transportkit.session.targets import Target
     from transportkit.wire import Piece, TensorSpec
 
 Pair = tuple[str, Tensor]
@@ -37,10 +37,11 @@ class Sink(abc.ABC):
 
     @abc.abstractmethod
     def extend(self, specs: Sequence[TensorSpec]) -> None:
-        """Further specs of the manifest; raise to refuse them before anything of theirs is written."""
+        """Further specs of a manifest that comes with the chunks; raise to refuse them before they are written."""
 
-    def complete(self) -> None:
-        """The manifest is complete; raise to refuse the update."""
+    def begin(self, specs: Sequence[TensorSpec]) -> None:
+        """The whole manifest, where it goes first; raise to refuse the update before anything is written."""
+        self.extend(specs)
 
     @abc.abstractmethod
     def write(self, chunk: Imported, pieces: Sequence[Piece]) -> None:
@@ -51,29 +52,44 @@ class Sink(abc.ABC):
 
 
 class IntoTarget(Sink):
-    """Writes into the tensors of a `Target`."""
+    """Writes into the tensors of a target.
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._complete = False
+    Args:
+        target: a module or a mapping of names to tensors.
+        strict: refuse an update whose names are not exactly the target's.
+        cast: convert where dtypes differ.
+        last: the binding of the last update, which is taken over where target and manifest are the same.
+    """
+
+    def __init__(self, target: object, *, strict: bool, cast: bool, last: Binding | None) -> None:
+        self._tensors = tensors_of(target)
+        self._strict = strict
+        self._cast = cast
+        self._last = last
+        self.binding = Binding(self._tensors, strict=strict, cast=cast)
+        self._streamed = True
+
+    def begin(self, specs: Sequence[TensorSpec]) -> None:
+        self._streamed = False
+        last = self._last
+        if last is not None and last.renew(self._tensors, specs, strict=self._strict, cast=self._cast):
+            self.binding = last
+        else:
+            self.binding.match(specs)
 
     def extend(self, specs: Sequence[TensorSpec]) -> None:
-        self._target.extend(specs)
-        self.skipped, self.cast = self._target.skipped, self._target.cast
-
-    def complete(self) -> None:
-        self._complete = True
-        self.missing = self._target.missing()
+        self.binding.extend(specs)
 
     def write(self, chunk: Imported, pieces: Sequence[Piece]) -> None:
         assert chunk.memory is not None
         self.torn = True
-        self._target.writer.unpack(pieces, chunk.memory)
+        self.binding.writer.unpack(pieces, chunk.memory)
 
     def finish(self) -> None:
-        self._target.writer.finish()
-        if not self._complete:
-            self.complete()
+        self.binding.writer.finish()
+        if self._streamed:
+            self.binding.complete()
+        self.skipped, self.missing, self.cast = self.binding.skipped, self.binding.missing, self.binding.cast
 
 
 class IntoFunction(Sink):
@@ -105,7 +121,9 @@ class IntoFunction(Sink):
             if piece.nbytes == size:
                 self._add(pairs, spec, typed_view(base, piece.offset, spec))
                 continue
-            if piece.start == 0 and (self._buffer.memory is None or self._buffer.memory.numel() < size or self._buffer.viewed):
+            if piece.start == 0 and (
+                self._buffer.memory is None or self._buffer.memory.numel() < size or self._buffer.viewed
+            ):
                 self._buffer = Watched(torch.empty(max(self._largest, size), dtype=torch.uint8, device=base.device))
             assert self._buffer.memory is not None
             copy_bytes(self._buffer.memory, piece.start, base, piece.offset, piece.nbytes)

@@ -35,7 +35,9 @@ class Source:
     manifest: tuple[TensorSpec, ...]
     iterator: Iterable[Pair]
 
-    def __init__(self, manifest: Iterable[TensorSpec | tuple[str, Any, Iterable[int]]], iterator: Iterable[Pair]) -> None:
+    def __init__(
+        self, manifest: Iterable[TensorSpec | tuple[str, Any, Iterable[int]]], iterator: Iterable[Pair]
+    ) -> None:
         specs = tuple(entry if isinstance(entry, TensorSpec) else _spec(entry) for entry in manifest)
         check_specs(specs, dtype_names(), TensorError)
         for spec in specs:
@@ -112,7 +114,8 @@ def _checked(
                 raise SourceError(f"{name}: the source yields more than the {len(manifest)} tensors of its manifest")
             if spec != manifest[count]:
                 raise TargetError(
-                    f"{name}: the source yields {_text(spec)}, its manifest has {_text(manifest[count])} here", tensor=name
+                    f"{name}: the source yields {_text(spec)}, its manifest has {_text(manifest[count])} here",
+                    tensor=name,
                 )
         count += 1
         yield spec, tensor

@@ -3,109 +3,129 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from transportkit.errors import TargetError, UnsupportedTensorError, UsageError
-from transportkit.manifest import dtype_name, module_tensors, unsupported
+from transportkit.errors import TargetError, UsageError
+from transportkit.manifest import module_tensors
 from transportkit.packing import Writer
-
-if TYPE_CHECKING:
-    from transportkit.wire import TensorSpec
+from transportkit.wire import TensorSpec
 
 
-class Target:
-    """The tensors of a module or mapping, by name.
+def tensors_of(target: object) -> dict[str, Tensor]:
+    """The tensors of a module (its `state_dict` names) or a mapping, by name. Raises `UsageError` for anything else."""
+    pairs: Iterable[tuple[str, Tensor]]
+    if isinstance(target, nn.Module):
+        pairs = module_tensors(target)
+    elif isinstance(target, Mapping):
+        pairs = target.items()
+    else:
+        raise UsageError(f"a target is a module or a mapping of names to tensors, not {type(target).__name__}")
+    return dict(pairs)
+
+
+class Binding:
+    """The tensors of a target, matched to the specs of an update.
+
+    Between updates it keeps addresses but no tensor alive; `renew` takes the tensors of the next update's target, for a
+    fraction of the cost of matching them anew, where they are the same memory in the same layout.
 
     Args:
-        target: a module (its `state_dict` names) or a mapping of names to tensors; its tensors are written in place.
+        tensors: the target's, by name; they are written in place.
         strict: refuse a manifest whose names are not exactly the target's.
         cast: convert where dtypes differ, instead of refusing.
-
-    Raises:
-        UsageError: it is neither.
-        UnsupportedTensorError: one of its tensors cannot be written.
     """
 
-    def __init__(self, target: nn.Module | Mapping[str, Tensor], *, strict: bool, cast: bool) -> None:
-        pairs: Iterable[tuple[str, Tensor]]
-        if isinstance(target, nn.Module):
-            pairs = module_tensors(target)
-        elif isinstance(target, Mapping):
-            pairs = target.items()
-        else:
-            raise UsageError(f"a target is a module or a mapping of names to tensors, not {type(target).__name__}")
-        self._tensors = dict(pairs)
+    def __init__(self, tensors: dict[str, Tensor], *, strict: bool, cast: bool) -> None:
+        self._tensors = tensors
+        self._names = tuple(tensors)
         self._strict = strict
         self._cast = cast
         self._specs: list[TensorSpec] = []
-        self._named: dict[str, int] = {}
         self._writer = Writer(cast=cast)
+        self._whole = False
         self.skipped: list[str] = []
+        self.missing: list[str] = []
         self.cast: list[str] = []
-
-    def extend(self, specs: Sequence[TensorSpec]) -> None:
-        """Match further specs of the manifest.
-
-        Raises:
-            TargetError: one of them does not suit; nothing of it is written.
-            UnsupportedTensorError: the target's tensor cannot be written to.
-        """
-        matched = [self._match(spec) for spec in specs]
-        for spec, targets in zip(specs, matched, strict=True):
-            self._named[spec.name] = len(self._specs)
-            self._specs.append(spec)
-            self._writer.append(spec, targets)
-
-    def missing(self) -> list[str]:
-        """Names of the target that the manifest, now complete, lacks.
-
-        Raises:
-            TargetError: there are some, and the target is strict.
-        """
-        written = {_place(self._tensors[name]) for name in self._named if name in self._tensors}
-        missing = [
-            name
-            for name, tensor in self._tensors.items()
-            if name not in self._named and (not tensor.numel() or _place(tensor) not in written)
-        ]
-        if missing and self._strict:
-            raise TargetError(
-                f"{_listed(missing)}: in the target, but not sent; send them, or receive with strict=False",
-                tensor=missing[0],
-            )
-        return missing
 
     @property
     def writer(self) -> Writer:
+        """Writes what was matched."""
         return self._writer
 
-    def _match(self, spec: TensorSpec) -> list[Tensor]:
-        tensor = self._tensors.get(spec.name)
-        if tensor is None:
-            if self._strict:
-                raise TargetError(
-                    f"{spec.name}: sent, but not in the target; add it there, or receive with strict=False", tensor=spec.name
-                )
-            self.skipped.append(spec.name)
-            return []
-        reason = unsupported(tensor)
-        if reason is not None:
-            raise UnsupportedTensorError(f"{spec.name}: the target's tensor cannot be written: {reason}", tensor=spec.name)
-        if tuple(tensor.shape) != tuple(spec.shape):
+    def match(self, specs: Sequence[TensorSpec]) -> None:
+        """Match the whole manifest.
+
+        Raises:
+            TargetError: it does not suit; nothing is written.
+        """
+        self._specs = list(specs)
+        targets = [self._find(spec) for spec in specs]
+        self._writer = Writer(specs, targets, cast=self._cast)
+        self._note_casts(specs)
+        self.complete()
+        self._whole = True
+
+    def extend(self, specs: Sequence[TensorSpec]) -> None:
+        """Match further specs of a manifest that comes with the chunks.
+
+        Raises:
+            TargetError: one of them does not suit; nothing of it is written.
+        """
+        for spec in specs:
+            self._writer.append(spec, self._find(spec))
+            self._specs.append(spec)
+        self._note_casts(specs)
+
+    def complete(self) -> None:
+        """The manifest is complete.
+
+        Raises:
+            TargetError: names of the target are missing in it, and the target is strict.
+        """
+        sent = {spec.name for spec in self._specs}
+        absent = [name for name in self._names if name not in sent]
+        if absent:
+            written = {_place(self._tensors[name]) for name in self._names if name in sent}
+            absent = [n for n in absent if not self._tensors[n].numel() or _place(self._tensors[n]) not in written]
+        if absent and self._strict:
             raise TargetError(
-                f"{spec.name}: sent with shape {tuple(spec.shape)}, the target has {tuple(tensor.shape)}", tensor=spec.name
+                f"{_listed(absent)}: in the target, but not sent; send them, or receive with strict=False",
+                tensor=absent[0],
             )
-        if dtype_name(tensor.dtype) != spec.dtype:
-            if not self._cast:
-                raise TargetError(
-                    f"{spec.name}: sent as {spec.dtype}, the target has {dtype_name(tensor.dtype)}; "
-                    "receive with cast=True to convert",
-                    tensor=spec.name,
-                )
-            self.cast.append(spec.name)
-        return [tensor]
+        self.missing = absent
+
+    def rest(self) -> None:
+        """Let go of the tensors until `renew`."""
+        self._tensors = {}
+        self._writer.release()
+
+    def renew(self, tensors: dict[str, Tensor], specs: Sequence[TensorSpec], *, strict: bool, cast: bool) -> bool:
+        """Take these tensors for the next update; False where all must be matched anew."""
+        same = (strict, cast) == (self._strict, self._cast) and tuple(tensors) == self._names and self._specs == specs
+        if not self._whole or not same:
+            return False
+        self._tensors = tensors
+        return self._writer.resume([[tensors[spec.name]] if spec.name in tensors else [] for spec in specs])
+
+    def _find(self, spec: TensorSpec) -> list[Tensor]:
+        tensor = self._tensors.get(spec.name)
+        if tensor is not None:
+            return [tensor]
+        if self._strict:
+            raise TargetError(
+                f"{spec.name}: sent, but not in the target; add it there, or receive with strict=False",
+                tensor=spec.name,
+            )
+        self.skipped.append(spec.name)
+        return []
+
+    def _note_casts(self, specs: Sequence[TensorSpec]) -> None:
+        if self._cast:
+            for spec in specs:
+                target = self._tensors.get(spec.name)
+                if target is not None and str(target.dtype) != f"torch.{spec.dtype}":
+                    self.cast.append(spec.name)
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
@@ -115,5 +135,3 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
-
-

@@ -26,9 +26,7 @@ class LinkWiring(Wiring):
         check: takes in what has come on the links and raises where the lane cannot go on.
     """
 
-    def __init__(
-        self, site: Site, links: dict[int, Link], inherited: object | None, check: Callable[[], None]
-    ) -> None:
+    def __init__(self, site: Site, links: dict[int, Link], inherited: object | None, check: Callable[[], None]) -> None:
         self.site = site
         self.inherited = inherited
         self.address = next((link.path for link in links.values() if link.path), "")

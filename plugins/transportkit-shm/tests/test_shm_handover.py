@@ -393,6 +393,7 @@ def test_nobody_listens(link: str) -> None:
 
 def test_the_importers_descriptor_limit(squatted: Callable[[Squatter], Taker]) -> None:
     taker = squatted(answer(PIPE[0]))
+    handover.overflow_uid()  # opens a file the first time
     # The other end lives in this process too: it takes one for the connection, the importer one for its socket.
     with ends.room_for(2), pytest.raises(ResourceError, match=r"no descriptor came.*descriptor limit"):
         taker.fetch(ends.PollWiring(), ends.limit())

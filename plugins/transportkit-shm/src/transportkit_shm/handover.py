@@ -15,6 +15,7 @@ others.
 from __future__ import annotations
 
 import abc
+import functools
 import hmac
 import os
 import socket
@@ -51,8 +52,9 @@ class Invitation(Struct, frozen=True):
     abstract: bytes = b""
 
 
+@functools.cache
 def overflow_uid() -> int:
-    """The user id that stands for every user the namespace does not know."""
+    """The user id that stands for every user the namespace does not know; read once, later calls open no file."""
     try:
         with open("/proc/sys/kernel/overflowuid", "rb") as file:
             return int(file.read(32))

@@ -1,0 +1,129 @@
+"""A whole session for tests: the sender here, the receiver on a thread or in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from transportkit.link import SocketLink, pair_sockets
+from transportkit.session import Receiver, Sender, pair
+from transportkit.session.options import options
+from transportkit.testing import ends
+from transportkit.testing.calls import Call
+from transportkit.testing.processes import Child, context_of
+from transportkit.testing.tampering import TamperedLink
+
+if TYPE_CHECKING:
+    from transportkit.transport import Transport
+
+
+class Session:
+    """A sender and a receiver that have agreed; a context manager.
+
+    Args:
+        transport: the backend that they use; it must be installed, or `installed`.
+        process: the receiver is in a process of its own, and not on threads of this one.
+        within: seconds that any step may take.
+        receiver: keywords for the receiver alone, which is on a thread then.
+        **keywords: as for `transportkit.serve`, for both sides.
+
+    Attributes:
+        sender: the sending side.
+        outward: the sender's link, where the receiver is on a thread; its ``change`` may be set.
+    """
+
+    def __init__(
+        self,
+        transport: type[Transport],
+        *,
+        process: bool = False,
+        within: float = 20.0,
+        receiver: dict[str, Any] | None = None,
+        **keywords: Any,
+    ) -> None:
+        self.within = within
+        keywords = {"backends": (transport.name,), "timeout": within, **keywords}
+        self.child: Child | None = None
+        self._receiver: Receiver | None = None
+        if process:
+            self.sender, theirs = pair(context_of("forkserver"), **keywords)
+            self.child = Child(ends.receiving, theirs, backends=_missing(transport), method="forkserver")
+            joining = Call(self.child.heard, within)
+        else:
+            left, right = pair_sockets()
+            self.outward = TamperedLink(SocketLink.over(left))
+            made = transport.inherit(multiprocessing.get_context("spawn"))
+            inherited = {} if made is None else {transport.name: made}
+            self.sender = Sender.over([self.outward], options(keywords), inherited)
+            wanted = options({**keywords, **(receiver or {})})
+            self._receiver = Receiver.over(SocketLink.over(right), wanted, inherited)
+            joining = Call(self._receiver.join)
+        waiting = Call(self.sender.wait)
+        try:
+            sides = [call.error(within + 1) for call in (waiting, joining)]
+            for error in sides:
+                if error is not None:
+                    raise error
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def receiver(self) -> Receiver:
+        """The receiving side, where it is on a thread."""
+        assert self._receiver is not None, "the receiver of this session is in another process"
+        return self._receiver
+
+    def receive(self, work: Callable[..., Any], *args: Any) -> Call[Any]:
+        """Start ``work(receiver, *args)`` where the receiver is; a module-level function of picklable arguments."""
+        if self.child is None:
+            return Call(work, self.receiver, *args)
+        return Call(_ordered, self.child, work, args, self.within)
+
+    def send(self, source: Any, **keywords: Any) -> Call[Any]:
+        """Start `Sender.send` on a thread."""
+        return Call(self.sender.send, source, **keywords)
+
+    def carry(self, source: Any, work: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        """One update: what ``work`` returned, when both sides are through."""
+        receiving = self.receive(work, *args)
+        sending = self.send(source, **keywords)
+        value = receiving.result(self.within)
+        sending.result(self.within)
+        return value
+
+    def close(self) -> None:
+        """Close both sides, whatever they are doing."""
+        try:
+            self.sender.close()
+        except RuntimeError:  # a call of it hangs
+            self.sender.abort()
+        if self._receiver is not None:
+            try:
+                self._receiver.close()
+            except RuntimeError:
+                self._receiver.abort()
+        if self.child is not None:
+            if self.child.alive:
+                self.child.tell(None)
+            self.child.__exit__()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _ordered(child: Child, work: Callable[..., Any], args: tuple[Any, ...], within: float) -> Any:
+    child.tell((work, args))
+    kind, value = child.heard(within)
+    if kind == "raised":
+        raise value
+    return value
+
+
+def _missing(transport: type[Transport]) -> Sequence[type[Transport]]:
+    """What a child must install before it can use the backend; nothing where that is installed."""
+    return (transport,)
