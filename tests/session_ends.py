@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import faulthandler
 import gc
 import importlib
 import multiprocessing
@@ -174,6 +175,7 @@ def _run(
     die: tuple[Any, ...] | None,
 ) -> None:
     warnings.simplefilter("error")
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # to look at a child that hangs
     threading.excepthook = _told_by_exit  # type: ignore[assignment]
     for name, value in env.items():
         if value is None:
@@ -202,10 +204,14 @@ def _told_by_exit(hook: threading.ExceptHookArgs) -> None:
 
 def _bare(error: BaseException) -> BaseException:
     """The error without its frames, which hold sessions alive."""
-    seen: BaseException | None = error
-    while seen is not None:
-        seen.__traceback__ = None
-        seen = seen.__cause__ or seen.__context__
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            todo += [one.__cause__, one.__context__]
     return error
 
 

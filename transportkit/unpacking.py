@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +92,8 @@ class Writer:
         self._specs: list[TensorSpec] = []
         self._indices: dict[str, int] = {}
         self._sizes: list[int | None] = []
+        self._aliases: list[tuple[int, int]] = []
+        """Index of each spec that is the same as an earlier one, and the index of that."""
         self._addresses: list[tuple[int, ...]] = []
         """Of the targets that are written by memmove."""
         self._others: list[tuple[Tensor, ...]] = []
@@ -108,6 +110,9 @@ class Writer:
         self._lengths = list(map(len, targets))
         self._prints = _target_prints(list(chain.from_iterable(targets)))
         self._simple = False
+        self._resumed: list[Tensor] | None = None
+        """The targets of `resume`; autograd learns of the writes to all of them at the first."""
+        self._fresh = False
 
     def append(self, spec: TensorSpec, targets: Sequence[Tensor]) -> None:
         """Add the next tensor of the manifest; before any byte of the one that it is the same as is written.
@@ -124,6 +129,7 @@ class Writer:
         if targets:
             before = self._plain[index] + self._others[index]
             self._set(index, *self._sorted(self._specs[index], (*before, *targets)))
+        self._aliases.append((len(self._specs), index))
         self._add(spec, (), ())
 
     def _sorted(self, spec: TensorSpec, targets: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -187,34 +193,42 @@ class Writer:
     def release(self) -> None:
         """Let go of every target, until `resume`; only addresses and layouts are kept."""
         self._simple = self._lengths is not None and not any(self._others)
+        self._resumed = None
         self._plain = [()] * len(self._specs)
         self._others = list(self._plain)
         self._versioned = list(self._plain)
 
-    def resume(self, targets: Sequence[Sequence[Tensor]]) -> bool:
+    def resume(self, flat: list[Tensor]) -> bool:
         """After `release`, take targets for another update as the constructor does, for a fraction of its cost.
 
+        Args:
+            flat: the targets of every spec in order.
+
         Returns:
-            False, with nothing taken, unless all are contiguous host memory, at the same addresses and in the same layout as
-            those given to the constructor.
+            False, with nothing taken, unless they are contiguous host memory, at the same addresses and in the same layout
+            as those given to the constructor.
         """
-        if not self._simple or list(map(len, targets)) != self._lengths:
+        if not self._simple or self._lengths is None:
             return False
-        flat = list(chain.from_iterable(targets))
         try:
             if not PLAIN_TYPES.issuperset(map(type, flat)) or _target_prints(flat) != self._prints:
                 return False
         except (RuntimeError, NotImplementedError):  # one has no memory any more
             return False
-        self._plain = list(map(tuple, targets))
-        for spec, its_targets in zip(self._specs, targets, strict=True):
-            if spec.same_as is not None and its_targets:
-                self._plain[self._indices[spec.same_as]] += tuple(its_targets)
-        self._versioned = self._plain
-        if any(map(Tensor.is_inference, flat)):
-            self._versioned = [tuple(target for target in each if not target.is_inference()) for each in self._plain]
+        self._resumed = flat
+        self._fresh = True
         self._carry = b""
         return True
+
+    def _spread(self) -> None:
+        """Give every spec its resumed targets, for chunks that are not in host memory."""
+        assert self._resumed is not None and self._lengths is not None
+        rest = iter(self._resumed)
+        self._plain = [tuple(islice(rest, length)) for length in self._lengths]
+        for index, first in self._aliases:
+            self._plain[first] += self._plain[index]
+        self._versioned = [tuple(target for target in each if not target.is_inference()) for each in self._plain]
+        self._resumed = None
 
     def reset(self) -> None:
         """Begin an update, the last one having ended anyhow."""
@@ -233,6 +247,10 @@ class Writer:
         if used(pieces) > chunk.numel():
             raise ProtocolError(f"a chunk of {chunk.numel()} bytes came, its pieces have {used(pieces)}")
         base = chunk.data_ptr() if chunk.is_cpu else 0
+        if self._resumed is not None:
+            if base:
+                return self._unpack_resumed(pieces, base, self._resumed)
+            self._spread()
         sizes, addresses, others, versioned = self._sizes, self._addresses, self._others, self._versioned
         complete: list[int] = []
         written: list[Tensor] = []
@@ -252,6 +270,20 @@ class Writer:
         finally:
             if written:  # autograd must refuse a backward that saved what was there before
                 increment_version(written)
+        return complete
+
+    def _unpack_resumed(self, pieces: Sequence[Piece], base: int, targets: list[Tensor]) -> list[int]:
+        if self._fresh:
+            self._fresh = False
+            increment_version([target for target in targets if not target.is_inference()])
+        sizes, addresses = self._sizes, self._addresses
+        complete: list[int] = []
+        for piece in pieces:
+            tensor, start, count = piece.tensor, piece.start, piece.nbytes
+            for address in addresses[tensor]:
+                memmove(address + start, base + piece.offset, count)
+            if start + count == sizes[tensor]:
+                complete.append(tensor)
         return complete
 
     @torch.inference_mode()

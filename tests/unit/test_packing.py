@@ -297,21 +297,22 @@ def test_a_writer_goes_on_with_targets_that_are_where_the_last_ones_were() -> No
         writer.release()
         return writer
 
-    assert rested().resume(targets)
-    assert rested().resume([[tensor] for tensor in module.state_dict().values()]), "another object over the same memory"
-    assert not rested().resume(targets[:1])
-    assert not rested().resume([*targets[:1], [torch.zeros(4)]])
+    flat = [target for (target,) in targets]
+    assert rested().resume(flat)
+    assert rested().resume(list(module.state_dict().values())), "another object over the same memory"
+    assert not rested().resume(flat[:1])
+    assert not rested().resume([*flat[:1], torch.zeros(4)])
     writer = rested()
     module.weight.data = module.weight.data.view(3, 4)
-    assert not writer.resume(targets)
+    assert not writer.resume(flat)
     module.weight.data = module.weight.data.view(4, 3)
-    assert writer.resume(targets)
+    assert writer.resume(flat)
     module.bias.data = torch.zeros(4)
     writer.release()
-    assert not writer.resume(targets)
+    assert not writer.resume(flat)
     strided = Writer(specs[:1], [[torch.zeros(3, 4).t()]])
     strided.release()
-    assert not strided.resume([[torch.zeros(3, 4).t()]]), "a strided target is matched anew"
+    assert not strided.resume([torch.zeros(3, 4).t()]), "a strided target is matched anew"
 
 
 def test_a_resting_writer_keeps_no_target_alive() -> None:

@@ -1,5 +1,4 @@
-"""The command `transportkit`: its entry point, and what becomes of its errors and signals. The commands are in the modules
-beside.
+"""The command `transportkit`: its entry point, and what becomes of errors and signals. The rest is beside.
 
 Exit codes: 0 done; 1 failed, with one line on stderr that says why (``--debug`` shows the traceback); 2 wrong usage;
 130, 143 and 129 ended by SIGINT, SIGTERM and SIGHUP, with one line, after everything was put away. Importing this

@@ -95,8 +95,10 @@ class _Placed:
 
 
 class _Spooled:
-    """Keeps the bytes in a nameless file first: the sender's source tells of each tensor only when it comes to it, and the
-    header of a safetensors file stands in front of them all."""
+    """Keeps the bytes in a nameless file first.
+
+    The sender's source tells of each tensor only when it comes to it, and the header of the file stands in front.
+    """
 
     def __init__(self, file: Unfinished, stack: contextlib.ExitStack) -> None:
         self._file = file

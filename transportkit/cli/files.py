@@ -1,8 +1,9 @@
 """Reading what the user names: safetensors files, tensor by tensor, and the file of a key. Nothing is written here.
 
 A safetensors file is 8 bytes (the header's length, little-endian), the header (JSON, padded with spaces by most
-writers), and the tensors' bytes without gaps; see https://github.com/huggingface/safetensors#format. Writers differ in the
-order of the header's entries (that of ``__metadata__`` is even random) and in the padding, so its text travels as it is.
+writers), and the tensors' bytes without gaps; see https://github.com/huggingface/safetensors#format. Writers differ in
+the order of the header's entries (that of ``__metadata__`` is even random) and in its padding, so the text
+travels as it is.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Layout:
 def layout(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> Layout:
     """The file for a manifest and the metadata that came with it.
 
-    With the header of a file among the metadata, as `transportkit serve` sends it, the file will be that one again. Else it
+    With the header of a file among the metadata, as `transportkit serve` sends it, the file will be that one. Else it
     is what the format's own library would write.
 
     Raises:
@@ -54,7 +54,7 @@ def layout(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> Layout:
     head = text.encode()
     if len(head) > HEADER_LIMIT:
         raise CommandError(
-            f"{len(specs)} tensors need a header of {len(head)} bytes; {HEADER_LIMIT} are the most in a safetensors file"
+            f"the header of {len(specs)} tensors has {len(head)} bytes; a safetensors file has at most {HEADER_LIMIT}"
         )
     head = len(head).to_bytes(8, "little") + head
     places = {name: len(head) + start for name, start in offsets.items()}

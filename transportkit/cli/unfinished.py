@@ -71,7 +71,7 @@ class Unfinished:
                 view, offset = view[written:], offset + written
 
     def copy(self, source: int, start: int, offset: int, nbytes: int) -> None:
-        """Write ``nbytes`` of an open file, from its byte ``start``, at an offset of this one. Raises `CommandError`."""
+        """Write ``nbytes`` of an open file, from its byte ``start``, at an offset of this. Raises `CommandError`."""
         with self._errors():
             os.lseek(self._descriptor, offset, os.SEEK_SET)
             while nbytes:

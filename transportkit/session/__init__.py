@@ -14,4 +14,16 @@ from transportkit.session.results import Incoming, Report, Update
 from transportkit.session.sender import Sender
 from transportkit.session.sources import Source
 
-__all__ = ["Incoming", "Lease", "Receiver", "Report", "Sender", "Source", "Update", "connect", "inspect", "pair", "serve"]
+__all__ = [
+    "Incoming",
+    "Lease",
+    "Receiver",
+    "Report",
+    "Sender",
+    "Source",
+    "Update",
+    "connect",
+    "inspect",
+    "pair",
+    "serve",
+]

@@ -15,7 +15,7 @@ from transportkit.errors import DeadlineError, ProtocolError, TransportKitError
 from transportkit.handshake import Conversation, negotiate, peer_text
 from transportkit.link import wait as wait_links
 from transportkit.listener import Listener
-from transportkit.session.peers import Peer
+from transportkit.session.peers import Peer, code_of
 
 if TYPE_CHECKING:
     from transportkit.link import Link
@@ -91,7 +91,7 @@ class Gathering:
 
     def dismiss(self, error: BaseException) -> None:
         """Let every receiver go, with the reason; their places are free again."""
-        message = wire.Bye(type(error).__name__, str(error))
+        message = wire.Bye(code_of(error), str(error))
         self._peers.tell(message)
         for peer in list(self._peers):
             self._peers.remove(peer)
@@ -137,7 +137,7 @@ class Gathering:
     def _lose(self, peer: Peer, error: TransportKitError) -> None:
         _log.info("%s left before anything was agreed: %s", peer.name, error)
         with contextlib.suppress(TransportKitError):
-            peer.link.try_send(wire.encode(wire.Refusal(type(error).__name__, str(error))))
+            peer.link.try_send(wire.encode(wire.Refusal(code_of(error), str(error))))
         self._peers.remove(peer)
         if self._listener is None:
             raise error
@@ -184,5 +184,5 @@ class Gathering:
     @staticmethod
     def _refuse(link: Link, error: TransportKitError) -> None:
         with contextlib.suppress(TransportKitError):
-            link.try_send(wire.encode(wire.Refusal(type(error).__name__, str(error))))
+            link.try_send(wire.encode(wire.Refusal(code_of(error), str(error))))
         link.close()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
 from transportkit import wire
 from transportkit.deadline import Deadline
-from transportkit.errors import BackendError, DeadlineError, PeerError
+from transportkit.errors import BackendError, DeadlineError, PeerError, PeerLostError, TransportKitError
 from transportkit.link import wait as wait_links
 from transportkit.session.peers import farewell
 
@@ -40,7 +41,13 @@ class Inlet:
         return self.link.peer
 
     def send(self, message: wire.Message) -> None:
-        self.link.send(wire.encode(message), Deadline(self.timeout, f"room on the link to {self.name}"))
+        try:
+            self.link.send(wire.encode(message), Deadline(self.timeout, f"room on the link to {self.name}"))
+        except PeerLostError as error:
+            told = self._farewell()
+            if told is None:
+                raise
+            raise told from error
 
     def tell(self, message: wire.Message) -> None:
         """Send as far as that goes without waiting; a loss is found by the next read."""
@@ -82,6 +89,13 @@ class Inlet:
                     raise farewell(message, self.name)
                 case wire.Proposal() | wire.Refusal() | wire.Aborted():
                     raise BackendError("the sender gave this backend up")
+
+    def _farewell(self) -> PeerError | None:
+        """Why the sender takes nothing more, where it has said so."""
+        with contextlib.suppress(TransportKitError):
+            while self.link.poll():
+                self._ahead.append(self._take())
+        return next((farewell(m, self.name) for m in self._ahead if isinstance(m, wire.Bye)), None)
 
     def _read(self, deadline: Deadline, idle: Callable[[], None] | None) -> wire.Message:
         pause = self.timeout / 4 if idle is None else min(IDLE_PERIOD, self.timeout / 4)

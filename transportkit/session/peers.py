@@ -106,6 +106,12 @@ class Peers:
             peer.link.send(wire.encode(message), Deadline(self.timeout, f"room on the link to {peer.name}"))
         except DeadlineError as error:
             raise SilentPeerError(str(error)) from error
+        except PeerLostError as error:
+            # It takes nothing more, yet what it said before it went may say why.
+            self.drain(peer)
+            if isinstance(peer.gone, PeerFailedError | PeerClosedError):
+                raise peer.gone from error
+            raise
 
     def tell(self, message: wire.Message) -> None:
         """Send a message to every peer as far as that goes without waiting; losses are found elsewhere."""
@@ -208,6 +214,13 @@ class Peers:
 
     def _nothing_due(self, peer: Peer, message: wire.Message) -> None:
         raise unexpected(message, peer.name)
+
+
+def code_of(error: BaseException) -> str:
+    """The name by which the other side learns what kind of error this is: that of its documented class."""
+    return next(
+        (c.__name__ for c in type(error).__mro__ if c.__module__ == "transportkit.errors"), type(error).__name__
+    )
 
 
 def farewell(message: wire.Bye, name: str) -> PeerError:

@@ -77,6 +77,7 @@ class Receiver:
         self._memory = Memory()
         self._joined: Joined | None = None
         self._version: int | None = None
+        self._last: Update | None = None
         self._current: Receiving | None = None
         self._binding: Binding | None = None
 
@@ -105,6 +106,11 @@ class Receiver:
     def version(self) -> int | None:
         """The version of the last update that landed whole; None before the first, and while a target is torn."""
         return self._version
+
+    @property
+    def last(self) -> Update | None:
+        """The last update that landed whole."""
+        return self._last
 
     @property
     def incoming(self) -> Incoming | None:
@@ -327,6 +333,7 @@ class Receiver:
     def _applied(self, receiving: Receiving, sink: Sink) -> Update:
         update = receiving.applied(skipped=sink.skipped, missing=sink.missing, cast=sink.cast)
         self._version = update.version
+        self._last = update
         return update
 
     def _failed(self, receiving: Receiving, error: BaseException, *, torn: bool) -> None:

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from transportkit import wire
-from transportkit.chunk import Cursor
+from transportkit.chunk import Cursor, used
 from transportkit.deadline import Deadline
 from transportkit.errors import (
     CallbackError,
@@ -32,8 +32,10 @@ class Memory:
 
     def __init__(self) -> None:
         self.manifest_id = ""
-        self.specs: tuple[TensorSpec, ...] = ()
-        self.plan: list[tuple[Piece, ...]] = []
+        self.specs: list[TensorSpec] = []
+        self.sizes: list[int | None] = []
+        self.plan: list[tuple[tuple[Piece, ...], int]] = []
+        """The pieces of each chunk, and the sum of their bytes."""
         self.announced = False
         """Whether the sender has been told that a call waits, and has begun no update since."""
 
@@ -70,7 +72,7 @@ class Receiving:
         self._sizes: list[int | None] = []
         self._by_name: dict[str, TensorSpec] = {}
         self._cursor = Cursor(terms.chunk_bytes)
-        self._plan: list[tuple[Piece, ...]] = []
+        self._plan: list[tuple[tuple[Piece, ...], int]] = []
         self._seq = 0
         self._last = False
         self._nbytes = 0
@@ -129,7 +131,7 @@ class Receiving:
         elif message.manifest_id or message.known_plan:
             if not message.manifest_id or message.manifest_id != self._memory.manifest_id:
                 raise ProtocolError(f"{self._inlet.name} refers to a manifest that this side does not hold")
-            self._grow(self._memory.specs)
+            self.specs, self._sizes = self._memory.specs, self._memory.sizes
         return True
 
     def accept(self) -> None:
@@ -178,11 +180,9 @@ class Receiving:
         """Tell the sender that the whole update has landed, and remember its plan."""
         header = self._header
         assert header is not None
-        specs = tuple(self.specs)
         if not self._manifest.known_plan:
-            self._memory.specs = specs
-            self._memory.plan = self._plan
-            self._memory.manifest_id = self._manifest.manifest_id or manifest_id(specs)
+            self._memory.specs, self._memory.sizes, self._memory.plan = self.specs, self._sizes, self._plan
+            self._memory.manifest_id = self._manifest.manifest_id or manifest_id(self.specs)
         self._inlet.send(wire.Applied(header.update, self._terms.receiver, self._seq, self._nbytes))
         self.over = True
         return Update(
@@ -190,7 +190,7 @@ class Receiving:
             nbytes=self._nbytes,
             seconds=time.monotonic() - self._start,
             chunks=self._seq,
-            tensors=len(specs),
+            tensors=len(self.specs),
             backend=self._terms.backend,
             metadata=self._manifest.metadata,
             skipped=tuple(skipped),
@@ -259,13 +259,15 @@ class Receiving:
         pieces = header.pieces
         if self._manifest.known_plan:
             plan = self._memory.plan
-            if pieces is not None or self._seq >= len(plan):
+            if pieces is not None or self._seq >= len(plan) or header.nbytes != used(plan[self._seq][0]):
                 raise ProtocolError(f"chunk {header.seq} does not follow the plan that both sides know")
-            pieces = plan[self._seq]
-        if pieces is None:
-            raise ProtocolError(f"chunk {header.seq} comes without its pieces")
-        self._cursor.advance(pieces, header.nbytes, self._sizes)
-        self._plan.append(pieces)
+            pieces, nbytes = plan[self._seq]
+        else:
+            if pieces is None:
+                raise ProtocolError(f"chunk {header.seq} comes without its pieces")
+            self._cursor.advance(pieces, header.nbytes, self._sizes)
+            nbytes = sum(piece.nbytes for piece in pieces)
+            self._plan.append((pieces, nbytes))
         self._seq += 1
         self._last = header.last
         deadline = Deadline(self._inlet.timeout, f"chunk {header.seq} over {self._terms.backend}")
@@ -275,7 +277,7 @@ class Receiving:
         except TransportKitError:
             self._imports.retire(chunk)
             raise
-        self._nbytes += sum(piece.nbytes for piece in pieces)
+        self._nbytes += nbytes
         return chunk, pieces, len(header.specs)
 
     def _discard(self, header: wire.Chunk) -> None:
@@ -291,14 +293,19 @@ class Receiving:
         self._sizes += [wire_nbytes(spec) for spec in specs]
 
     def _check_totals(self, begin: wire.Begin, commit: wire.Commit) -> None:
-        self._cursor.finish(self._sizes)
+        if not self._manifest.known_plan:
+            self._cursor.finish(self._sizes)
+        elif self._seq != len(self._memory.plan):
+            raise ProtocolError(
+                f"the update ended after {self._seq} of the {len(self._memory.plan)} chunks of its plan"
+            )
         have = (begin.update, self._seq, self._nbytes, len(self.specs))
         said = (commit.update, commit.chunks, commit.nbytes, commit.tensors)
         if have != said:
             raise ProtocolError(
                 f"the sender committed (update, chunks, bytes, tensors) {said}, but {have} arrived here"
             )
-        if self.streamed and commit.manifest_id != manifest_id(tuple(self.specs)):
+        if self.streamed and commit.manifest_id != manifest_id(self.specs):
             raise ProtocolError("the tensors that arrived have another manifest than the sender committed")
 
     def _await(self, what: str) -> wire.Message:

@@ -23,7 +23,7 @@ from transportkit.session.gathering import Gathering
 from transportkit.session.guard import Guard
 from transportkit.session.opening import Opening
 from transportkit.session.options import Options, hello, options
-from transportkit.session.peers import Peers
+from transportkit.session.peers import Peers, code_of
 from transportkit.session.sending import Plans, Sending
 from transportkit.session.sources import Post, Source, Static, resolve
 from transportkit.site import read_site
@@ -259,7 +259,7 @@ class Sender:
         if self._guard.closed is not None:
             return
         self._guard.closed = "it was closed" if error is None else str(error) or type(error).__name__
-        self._peers.tell(wire.Bye() if error is None else wire.Bye(type(error).__name__, str(error)))
+        self._peers.tell(wire.Bye() if error is None else wire.Bye(code_of(error), str(error)))
         for lane in self._lanes:
             try:
                 lane.close()

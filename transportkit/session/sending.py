@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from typing import TYPE_CHECKING
 
@@ -27,11 +28,12 @@ from transportkit.session.results import Report
 from transportkit.session.sources import Static, Streamed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
 
+    from transportkit.lifecycle import SlotPool
     from transportkit.session.options import Progress
     from transportkit.session.peers import Peer, Peers
     from transportkit.wire import Piece, TensorSpec
@@ -48,7 +50,7 @@ class Plans:
         self._id = ""
         self._sizes: list[int | None] = []
         self._nbytes = 0
-        self._chunks: dict[int, tuple[tuple[Piece, ...], ...]] = {}
+        self._chunks: dict[int, list[tuple[tuple[Piece, ...], int]]] = {}
 
     def take(self, specs: tuple[TensorSpec, ...]) -> tuple[str, int]:
         """The digest of a manifest, and the sum of its bytes."""
@@ -60,10 +62,11 @@ class Plans:
         self._specs = specs
         return self._id, self._nbytes
 
-    def chunks(self, chunk_bytes: int) -> tuple[tuple[Piece, ...], ...]:
-        """The plan of the manifest taken last."""
+    def chunks(self, chunk_bytes: int) -> list[tuple[tuple[Piece, ...], int]]:
+        """The plan of the manifest taken last: the pieces of each chunk, and the sum of their bytes."""
         if chunk_bytes not in self._chunks:
-            self._chunks[chunk_bytes] = plan(self._sizes, chunk_bytes)
+            chunks = plan(self._sizes, chunk_bytes)
+            self._chunks[chunk_bytes] = [(pieces, sum(piece.nbytes for piece in pieces)) for pieces in chunks]
         return self._chunks[chunk_bytes]
 
 
@@ -218,34 +221,27 @@ class Sending:
         assert isinstance(self._source, Static)
         manifest = self._source.manifest
         packer = Packer(manifest.tensors, manifest.layout.addresses)
-        work = [(stream, iter(self._plans.chunks(stream.lane.terms.chunk_bytes))) for stream in self._streams]
-        pending: list[tuple[_Stream, Iterator[tuple[Piece, ...]], tuple[Piece, ...], tuple[Piece, ...] | None]] = []
-        for stream, chunks in work:
-            first = next(chunks, None)
-            if first is not None:
-                pending.append((stream, chunks, first, next(chunks, None)))
+        pending = [
+            (stream, chunks)
+            for stream in self._streams
+            if (chunks := self._plans.chunks(stream.lane.terms.chunk_bytes))
+        ]
         while pending:
             self._peers.poll()
-            left = []
             moved = False
-            for stream, chunks, pieces, following in pending:
+            for stream, chunks in pending:
                 if stream.take_slot():
                     moved = True
+                    pieces, payload = chunks[stream.seq]
                     with stream.packing():
                         packer.pack(pieces, stream.slot)
-                    stream.emit(pieces, last=following is None)
-                    self._count(stream, pieces)
-                    if following is not None:
-                        left.append((stream, chunks, following, next(chunks, None)))
-                else:
-                    left.append((stream, chunks, pieces, following))
-            pending = left
+                    stream.emit(pieces, last=stream.seq == len(chunks) - 1)
+                    self._count(stream, payload)
+            pending = [(stream, chunks) for stream, chunks in pending if stream.seq < len(chunks)]
             if pending and not moved:
-                streams = [entry[0] for entry in pending]
+                pools = [stream.lane.pool for stream, _ in pending]
                 self._peers.wait(
-                    lambda: any(s.lane.pool.free for s in streams),  # noqa: B023 - called at once
-                    lambda: {n for s in streams for n in s.lane.pool.debtors()},  # noqa: B023 - called at once
-                    "word for a chunk",
+                    functools.partial(_any_free, pools), functools.partial(_all_debtors, pools), "word for a chunk"
                 )
 
     def _send_streamed(self, identity: str, source: Streamed) -> tuple[TensorSpec, ...]:
@@ -287,14 +283,14 @@ class Sending:
             pieces = tuple(stream.pieces)
             stream.pieces.clear()
             stream.emit(pieces, last=last)
-            self._count(stream, pieces)
+            self._count(stream, sum(piece.nbytes for piece in pieces))
 
     def _need_slot(self, stream: _Stream) -> None:
         while not stream.take_slot():
             self._peers.wait(lambda: stream.lane.pool.free > 0, stream.lane.pool.debtors, "word for a chunk")
 
-    def _count(self, stream: _Stream, pieces: tuple[Piece, ...]) -> None:
-        stream.nbytes += sum(piece.nbytes for piece in pieces)
+    def _count(self, stream: _Stream, payload: int) -> None:
+        stream.nbytes += payload
         slowest = min(s.nbytes for s in self._streams)
         if slowest > self._sent:
             self._sent = slowest
@@ -399,3 +395,11 @@ class _Stream:
         if self._slot is not None:
             self.lane.pool.abandon(self._slot)
             self._slot = None
+
+
+def _any_free(pools: Sequence[SlotPool]) -> bool:
+    return any(pool.free for pool in pools)
+
+
+def _all_debtors(pools: Sequence[SlotPool]) -> frozenset[int]:
+    return frozenset().union(*(pool.debtors() for pool in pools))

@@ -13,6 +13,7 @@ from transportkit.errors import CallbackError, UpdateError
 from transportkit.lifecycle import Watched
 from transportkit.manifest import nbytes, wire_nbytes
 from transportkit.packing import Writer, allocate, copy_bytes, typed_view
+from transportkit.session.peers import code_of
 from transportkit.session.targets import Binding, tensors_of
 
 if TYPE_CHECKING:
@@ -65,20 +66,25 @@ class IntoTarget(Sink):
         self._tensors = tensors_of(target)
         self._strict = strict
         self._cast = cast
-        self._last = last
-        self.binding = Binding(self._tensors, strict=strict, cast=cast)
+        # Taken over before the update begins: that is when a receiver has time.
+        self._renewed = last is not None and last.renew(self._tensors, strict=strict, cast=cast)
+        self.binding = last if last is not None and self._renewed else Binding(self._tensors, strict=strict, cast=cast)
         self._streamed = True
 
     def begin(self, specs: Sequence[TensorSpec]) -> None:
         self._streamed = False
-        last = self._last
-        if last is not None and last.renew(self._tensors, specs, strict=self._strict, cast=self._cast):
-            self.binding = last
-        else:
+        if not (self._renewed and self.binding.matches(specs)):
+            self._match_anew()
             self.binding.match(specs)
 
     def extend(self, specs: Sequence[TensorSpec]) -> None:
+        if self._renewed:
+            self._match_anew()
         self.binding.extend(specs)
+
+    def _match_anew(self) -> None:
+        self._renewed = False
+        self.binding = Binding(self._tensors, strict=self._strict, cast=self._cast)
 
     def write(self, chunk: Imported, pieces: Sequence[Piece]) -> None:
         assert chunk.memory is not None
@@ -214,7 +220,7 @@ def told(error: BaseException) -> tuple[str, str]:
     """The code and text by which the peer learns of an error here."""
     if isinstance(error, GeneratorExit):
         return "LoopLeft", "the receiving loop was left before the update was complete"
-    return type(error).__name__, str(error)
+    return code_of(error), str(error)
 
 
 def ours(error: Exception) -> TransportKitError:

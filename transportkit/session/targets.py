@@ -43,6 +43,7 @@ class Binding:
         self._cast = cast
         self._specs: list[TensorSpec] = []
         self._writer = Writer(cast=cast)
+        self._matched: list[str] = []
         self._whole = False
         self.skipped: list[str] = []
         self.missing: list[str] = []
@@ -59,9 +60,10 @@ class Binding:
         Raises:
             TargetError: it does not suit; nothing is written.
         """
-        self._specs = list(specs)
+        self._specs = specs if isinstance(specs, list) else list(specs)
         targets = [self._find(spec) for spec in specs]
         self._writer = Writer(specs, targets, cast=self._cast)
+        self._matched = [spec.name for spec in specs if spec.name in self._tensors]
         self._note_casts(specs)
         self.complete()
         self._whole = True
@@ -100,13 +102,17 @@ class Binding:
         self._tensors = {}
         self._writer.release()
 
-    def renew(self, tensors: dict[str, Tensor], specs: Sequence[TensorSpec], *, strict: bool, cast: bool) -> bool:
-        """Take these tensors for the next update; False where all must be matched anew."""
-        same = (strict, cast) == (self._strict, self._cast) and tuple(tensors) == self._names and self._specs == specs
+    def matches(self, specs: Sequence[TensorSpec]) -> bool:
+        """Whether this is the manifest that was matched."""
+        return self._specs == specs
+
+    def renew(self, tensors: dict[str, Tensor], *, strict: bool, cast: bool) -> bool:
+        """Take these tensors for another update of the same manifest; False where they must be matched anew."""
+        same = (strict, cast) == (self._strict, self._cast) and tuple(tensors) == self._names
         if not self._whole or not same:
             return False
         self._tensors = tensors
-        return self._writer.resume([[tensors[spec.name]] if spec.name in tensors else [] for spec in specs])
+        return self._writer.resume([tensors[name] for name in self._matched])
 
     def _find(self, spec: TensorSpec) -> list[Tensor]:
         tensor = self._tensors.get(spec.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 from typing import TYPE_CHECKING
 
+from transportkit.errors import PeerLostError
 from transportkit.link import wait as wait_links
 from transportkit.transport import Wiring
 
@@ -46,7 +47,11 @@ class LinkWiring(Wiring):
             wait_links(list(self._links.values()), deadline, [fileno])
 
     def send_payload(self, receiver: int, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:
-        self._links[receiver].send_payload(parts, deadline)
+        try:
+            self._links[receiver].send_payload(parts, deadline)
+        except PeerLostError:
+            self._check()  # it takes nothing more, yet what it said before it went may say why
+            raise
 
     def recv_payload(self, limit: int, deadline: Deadline) -> bytes:
         (link,) = self._links.values()

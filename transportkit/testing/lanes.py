@@ -80,7 +80,18 @@ class DirectLane:
 
         def terms(number: int) -> Terms:
             return Terms(
-                "testing", token, transport.name, 0, numbers, number, chunk_bytes, slots, "none", device, device, verdict.params
+                "testing",
+                token,
+                transport.name,
+                0,
+                numbers,
+                number,
+                chunk_bytes,
+                slots,
+                "none",
+                device,
+                device,
+                verdict.params,
             )
 
         self.terms = terms(-1)

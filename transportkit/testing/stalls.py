@@ -48,7 +48,13 @@ class StalledPair:
     """
 
     def __init__(
-        self, transport: type[Transport], at: Stall, *, device: str = "cpu", chunk_bytes: int = 1 << 20, address: str = ""
+        self,
+        transport: type[Transport],
+        at: Stall,
+        *,
+        device: str = "cpu",
+        chunk_bytes: int = 1 << 20,
+        address: str = "",
     ) -> None:
         self.at = at
         self.lane = DirectLane(transport, chunk_bytes=chunk_bytes, slots=2, device=device, address=address)

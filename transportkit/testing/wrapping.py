@@ -41,7 +41,9 @@ def qualified(method: str) -> str:
     known += [f"exporter.{name}" for name in EXPORTER_METHODS] + [f"importer.{name}" for name in IMPORTER_METHODS]
     found = [name for name in known if method in (name, name.partition(".")[2])]
     if len(found) != 1:
-        raise ValueError(f"{method!r} is {' or '.join(found) or 'no method of a backend; those are ' + ', '.join(known)}")
+        raise ValueError(
+            f"{method!r} is {' or '.join(found) or 'no method of a backend; those are ' + ', '.join(known)}"
+        )
     return found[0]
 
 
