@@ -1,7 +1,8 @@
 """The handshake without I/O: hellos in, agreement out, and the order of messages on one link.
 
-`negotiate` is a pure function; both sides can repeat it, and the same hellos give the same agreement. `Conversation` is the
-table of which message may follow which. Who sends them, and when to give up, is `transportkit.session`'s business.
+`negotiate` is a pure function; both sides can repeat it, and the same hellos give the same agreement. `Conversation`
+is the table of which message may follow which. Who sends them, and when to give up, is `transportkit.session`'s
+business.
 
 The conversation between a sender (S) and one receiver (R)::
 

@@ -1,4 +1,4 @@
-"""Who may touch which memory when: exporter slots, imported exports, leases and landing slots; no protocol belongs here.
+"""Who may touch which memory when: slots, exports, leases and landing slots; no protocol belongs here.
 
 A slot of an exporter::
 
@@ -18,12 +18,14 @@ A lease of an imported chunk::
     open  --retire, views still live-->   held       its slot is withheld from the sender
     held  --the last view dies-->         released
 
-A lease's tensors all view one owner object, and Python's reference count of that owner is the truth about who still reads.
+A lease's tensors all view one owner object, and Python's reference count of that owner is the truth about who still
+reads.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import gc
 import weakref
@@ -34,7 +36,7 @@ import torch
 from transportkit.errors import BackendError, LeaseError, ProtocolError, TransportKitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
 
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def host_slots(count: int, nbytes: int) -> tuple[Tensor, ...]:
-    """``count`` uint8 tensors of shape ``(nbytes,)`` in ordinary memory, each at an address that is a multiple of 64."""
+    """``count`` uint8 tensors of shape ``(nbytes,)`` in ordinary memory, at addresses that are multiples of 64."""
     slots = []
     for _ in range(count):
         memory = torch.empty(nbytes + 63, dtype=torch.uint8)
@@ -143,7 +145,7 @@ class Landing:
         self._taken: dict[tuple[int, int], Tensor] = {}
 
     def take(self, header: Chunk) -> Tensor:
-        """A free slot for this chunk, a uint8 tensor of shape ``(chunk_bytes,)``. Raises `LeaseError` if none is left."""
+        """A free slot for this chunk, uint8 of shape ``(chunk_bytes,)``. Raises `LeaseError` if none is left."""
         if not self._free:
             raise LeaseError(
                 f"all {len(self._taken)} landing slots are held by leases; release earlier chunks or raise `slots=`"
@@ -217,7 +219,7 @@ class Imports:
         return self._importer
 
     def open(self, header: Chunk, deadline: Deadline) -> Imported:
-        """Import one chunk. Raises what the backend raises, as `BackendError`, and `ProtocolError` for a wrong length."""
+        """Import one chunk. Raises `BackendError`, and `ProtocolError` for a wrong length."""
         attached = None
         with translated(self._backend):
             export = header.location.export
@@ -239,7 +241,7 @@ class Imports:
             return
         if chunk.viewed:
             raise LeaseError(
-                f"chunk {chunk.header.seq} is still viewed by a tensor that came from it; drop or copy that tensor first"
+                f"chunk {chunk.header.seq} is still viewed by a tensor that came from it; drop or copy that tensor"
             )
         self._release(chunk)
 
@@ -297,15 +299,12 @@ class Imports:
         self._acknowledge(chunk.header)
 
 
-class translated:
-    """A context manager that turns any native exception of a backend into `BackendError`, cause kept."""
-
-    def __init__(self, backend: str) -> None:
-        self._backend = backend
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, TransportKitError):
-            raise BackendError(f"backend {self._backend} failed: {error!r}", backend=self._backend) from error
+@contextlib.contextmanager
+def translated(backend: str) -> Iterator[None]:
+    """Turns any native exception of a backend into `BackendError`, cause kept."""
+    try:
+        yield
+    except TransportKitError:
+        raise
+    except Exception as error:
+        raise BackendError(f"backend {backend} failed: {error!r}", backend=backend) from error

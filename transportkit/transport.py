@@ -1,8 +1,9 @@
 """The backend contract: what a plugin implements and what it is given; no decisions and no I/O belong here.
 
-A backend is a subclass of `Transport`, registered under its name in the entry-point group ``transportkit.backends``. It makes
-an `Exporter` on the sending side and an `Importer` on the receiving side. The core does all that is common: it plans and packs
-chunks into the exporter's slots, sends a header for each down the link, checks digests, unpacks, acknowledges and recycles.
+A backend is a subclass of `Transport`, registered under its name in the entry-point group ``transportkit.backends``.
+It makes an `Exporter` on the sending side and an `Importer` on the receiving side. The core does all that is common:
+it plans and packs chunks into the exporter's slots, sends a header for each down the link, checks digests, unpacks,
+acknowledges and recycles.
 
 The order of calls on one lane::
 
@@ -19,9 +20,9 @@ The order of calls on one lane::
                               <-- ack --
     close()                                      detach(export), close()
 
-All methods are called on the thread that uses the session, except `abort`, which may come from any thread. They may raise
-`BackendError` and its subclasses (the text says what was wrong and what to do) and whatever `Wiring` and `Deadline` raise;
-any other exception is turned into a `BackendError` by the core.
+All methods are called on the thread that uses the session, except `abort`, which may come from any thread. They may
+raise `BackendError` and its subclasses (the text says what was wrong and what to do) and whatever `Wiring` and
+`Deadline` raise; any other exception is turned into a `BackendError` by the core.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ import enum
 from typing import TYPE_CHECKING, ClassVar
 
 import attrs
-from msgspec import Raw
 
 from transportkit.wire import EMPTY, Chunk, Location, Offer, Site, Terms, Unavailable
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
+    from msgspec import Raw
     from torch import Tensor
 
     from transportkit.deadline import Deadline
@@ -256,7 +257,9 @@ class Transport(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def match(cls, sender: Side, receiver: Side, lane: frozenset[str]) -> Match | Mismatch:
-        """Whether these two could use the backend, on a lane that holds these claims already. Pure: both sides run it."""
+        """Whether these two could use the backend, on a lane that holds these claims already. Pure: both sides run
+        it.
+        """
 
     @classmethod
     def inherit(cls, ctx: object) -> object | None:

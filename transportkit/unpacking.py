@@ -205,8 +205,8 @@ class Writer:
             flat: the targets of every spec in order.
 
         Returns:
-            False, with nothing taken, unless they are contiguous host memory, at the same addresses and in the same layout
-            as those given to the constructor.
+            False, with nothing taken, unless they are contiguous host memory, at the same addresses and in the same
+            layout as those given to the constructor.
         """
         if not self._simple or self._lengths is None:
             return False
@@ -222,7 +222,8 @@ class Writer:
 
     def _spread(self) -> None:
         """Give every spec its resumed targets, for chunks that are not in host memory."""
-        assert self._resumed is not None and self._lengths is not None
+        assert self._resumed is not None
+        assert self._lengths is not None
         rest = iter(self._resumed)
         self._plain = [tuple(islice(rest, length)) for length in self._lengths]
         for index, first in self._aliases:

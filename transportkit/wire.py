@@ -1,7 +1,7 @@
 """The messages that cross a link, and their encoding; no I/O and no decisions belong here.
 
-Every message is one tagged msgspec struct in MessagePack, in one frame. Unknown fields are ignored and missing ones take
-their defaults, so fields may be added within a major version; an unknown tag or another major version is refused.
+Every message is one tagged msgspec struct in MessagePack, in one frame. Unknown fields are ignored and missing ones
+take their defaults, so fields may be added within a major version; an unknown tag or another major version is refused.
 """
 
 from __future__ import annotations
@@ -235,8 +235,8 @@ class Refusal(Struct, frozen=True, tag="refusal"):
 class Proposal(Struct, frozen=True, tag="proposal"):
     """Sender to receiver: use this backend on these terms, invited by these parameters.
 
-    The receiver repeats `Transport.match` for itself. ``attempt`` counts the proposals of a handshake from 1; answers carry it,
-    and those to an earlier proposal are stale.
+    The receiver repeats `Transport.match` for itself. ``attempt`` counts the proposals of a handshake from 1; answers
+    carry it, and those to an earlier proposal are stale.
     """
 
     attempt: int
@@ -298,7 +298,8 @@ class Ready(Struct, frozen=True, tag="ready"):
 
 
 class Begin(Struct, frozen=True, tag="begin"):
-    """Sender to receiver: an update is to follow. Short, so that it never fills the link of a receiver that does not read.
+    """Sender to receiver: an update is to follow. Short, so that it never fills the link of a receiver that does not
+    read.
 
     Args:
         update: number of the update within the session, from 1; a trial's chunks carry minus its attempt.

@@ -1,8 +1,9 @@
 """Sessions: a sender and its receivers, from the first connection to the last update.
 
-The path of the data: `sender` -> `sources` -> `sending` -> `lane` -> (backend) -> `receiving` -> `sinks` -> `receiver`. The way to
-an agreement: `ends` -> `gathering` -> `opening` on the sender's side, `joining` on the receiver's. `peers` and `inlet` are the links as
-either side sees them. Everything that decides without I/O is elsewhere: `transportkit.handshake`, `chunk`, `manifest`.
+The path of the data: `sender` -> `sources` -> `sending` -> `lane` -> (backend) -> `receiving` -> `sinks` ->
+`receiver`. The way to an agreement: `ends` -> `gathering` -> `opening` on the sender's side, `joining` on the
+receiver's. `peers` and `inlet` are the links as either side sees them. Everything that decides without I/O is
+elsewhere: `transportkit.handshake`, `chunk`, `manifest`.
 """
 
 from __future__ import annotations

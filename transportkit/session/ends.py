@@ -1,10 +1,11 @@
-"""How a session comes about: `serve` and `connect` over an address, `pair` for a child process, `inspect` to ask only."""
+"""How a session comes about: `serve` and `connect` over an address, `pair` for a child process, `inspect` to ask
+only.
+"""
 
 from __future__ import annotations
 
 import multiprocessing.context
 import os
-import socket
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -22,6 +23,7 @@ from transportkit.session.sender import Sender
 from transportkit.site import read_site
 
 if TYPE_CHECKING:
+    import socket
     from multiprocessing.context import BaseContext
 
 
@@ -31,7 +33,8 @@ def serve(address: str, *, receivers: int = 1, **keywords: Any) -> Sender:
     Args:
         address: ``unix:PATH`` or ``tcp://HOST:PORT``; port 0 picks one, see `Sender.address`.
         receivers: how many are waited for.
-        backends: names of the backends that may be used, best first; by default all that are installed, in order of cost.
+        backends: names of the backends that may be used, best first; by default all that are installed, in order of
+            cost.
         chunk_bytes: bound of a chunk, in bytes; default 16 MiB. The smaller of both sides' values is agreed.
         slots: chunks under way at once; default 3. The smaller of both sides' values is agreed.
         checksum: False switches digests off where both sides do so; True insists on them.
@@ -59,7 +62,8 @@ def connect(address: str, **keywords: Any) -> Receiver:
 
     Args:
         address: ``unix:PATH`` or ``tcp://HOST:PORT``.
-        **keywords: as for `serve`. ``wait`` bounds waiting for somebody to listen (else ``timeout`` does) and for the sender
+        **keywords: as for `serve`. ``wait`` bounds waiting for somebody to listen (else ``timeout`` does) and for the
+        sender
             to be ready.
 
     Raises:
@@ -77,7 +81,9 @@ def connect(address: str, **keywords: Any) -> Receiver:
 
 
 def inspect(address: str, **keywords: Any) -> wire.Inspected:
-    """Ask a listening sender what it would agree with this process; takes no receiver's place. Arguments as `connect`."""
+    """Ask a listening sender what it would agree with this process; takes no receiver's place. Arguments as
+    `connect`.
+    """
     wanted = options(keywords)
     choice = choose(read_site(address.partition(":")[0]), wanted.backends)
     link = dial(address, authkey=wanted.authkey, timeout=wanted.timeout, wait=wanted.wait)
@@ -98,7 +104,8 @@ def inspect(address: str, **keywords: Any) -> wire.Inspected:
 
 
 def pair(ctx: BaseContext | None = None, **keywords: Any) -> tuple[Sender, Receiver]:
-    """A sender and a receiver that are connected already; one of them goes to a child process while it is being started.
+    """A sender and a receiver that are connected already; one of them goes to a child process while it is being
+    started.
 
     Each end is used in one process only; the first use of one end closes this process's copy of the other.
 

@@ -64,7 +64,8 @@ class Gathering:
         self._hosts(link, None)
 
     def wait(self, deadline: Deadline) -> None:
-        """Wait until every place is taken and every hello has come. A receiver that is lost meanwhile gives its place back.
+        """Wait until every place is taken and every hello has come. A receiver that is lost meanwhile gives its place
+        back.
 
         Raises:
             DeadlineError: not in time; those who came stay.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from transportkit.errors import ClosedError, ForkedError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class Guard:

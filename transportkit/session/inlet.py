@@ -42,12 +42,17 @@ class Inlet:
 
     def send(self, message: wire.Message) -> None:
         try:
-            self.link.send(wire.encode(message), Deadline(self.timeout, f"room on the link to {self.name}"))
+            self._send(message)
         except PeerLostError as error:
             told = self._farewell()
             if told is None:
                 raise
             raise told from error
+
+    def acknowledge(self, message: wire.Ack) -> None:
+        """Send it; a loss is found by the next read, after all that the sender said before it went, which says why."""
+        with contextlib.suppress(PeerLostError):
+            self._send(message)
 
     def tell(self, message: wire.Message) -> None:
         """Send as far as that goes without waiting; a loss is found by the next read."""
@@ -80,7 +85,9 @@ class Inlet:
                     return message
 
     def check(self) -> None:
-        """Take in what has come. Raises `BackendError` where the sender gave the backend up, `PeerError` where it is gone."""
+        """Take in what has come. Raises `BackendError` where the sender gave the backend up, `PeerError` where it is
+        gone.
+        """
         while self.link.poll():
             self._ahead.append(self._take())
         for message in self._ahead:
@@ -89,6 +96,9 @@ class Inlet:
                     raise farewell(message, self.name)
                 case wire.Proposal() | wire.Refusal() | wire.Aborted():
                     raise BackendError("the sender gave this backend up")
+
+    def _send(self, message: wire.Message) -> None:
+        self.link.send(wire.encode(message), Deadline(self.timeout, f"room on the link to {self.name}"))
 
     def _farewell(self) -> PeerError | None:
         """Why the sender takes nothing more, where it has said so."""

@@ -18,7 +18,6 @@ from transportkit.errors import (
     IntegrityError,
     NegotiationError,
     PeerFailedError,
-    PeerLostError,
     ProtocolError,
     VersionError,
 )
@@ -188,9 +187,7 @@ class Joining:
             self._send(wire.Declined(proposal.attempt, proposal.terms.receiver, backend, reason))
 
     def _acknowledge(self, header: wire.Chunk) -> None:
-        # A loss is found by the next read, after all that the sender said before it went: that says why.
-        with contextlib.suppress(PeerLostError):
-            self._inlet.send(wire.Ack(header.update, header.receiver, header.seq))
+        self._inlet.acknowledge(wire.Ack(header.update, header.receiver, header.seq))
 
     def _drop(self) -> None:
         imports, self._imports = self._imports, None

@@ -12,6 +12,7 @@ from transportkit.lifecycle import SlotPool, memory_of, translated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -44,7 +45,7 @@ class Lane:
     def backend(self) -> str:
         return self.terms.backend
 
-    def translated(self) -> translated:
+    def translated(self) -> AbstractContextManager[None]:
         """Turns any native exception of this lane's backend into `BackendError`."""
         return translated(self.backend)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 from transportkit.errors import LeaseError
 from transportkit.manifest import nbytes
 from transportkit.packing import typed_view
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
     from transportkit.lifecycle import Imported, Imports
     from transportkit.wire import Piece, TensorSpec
 
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 class Lease:
     """The right to read one chunk in place, until `release` or the next step of the loop that gave it.
 
-    Iterates as (spec, byte offset, tensor): the typed tensor, byte offset 0, where it lies whole in the chunk; else a uint8
-    view of the tensor's bytes from that offset on. The tensors are for reading. A tensor that is kept beyond the lease stays
-    valid, but withholds its slot from the sender until it is dropped.
+    Iterates as (spec, byte offset, tensor): the typed tensor, byte offset 0, where it lies whole in the chunk; else a
+    uint8 view of the tensor's bytes from that offset on. The tensors are for reading. A tensor that is kept beyond
+    the lease stays valid, but withholds its slot from the sender until it is dropped.
     """
 
     def __init__(

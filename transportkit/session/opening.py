@@ -96,10 +96,8 @@ class Opening:
         before = len(self._strikes)
         self._replies.clear()
         self._proofs.clear()
-        exporters: list[Exporter | None] = []
         invitations: dict[int, msgspec.Raw] = {}
-        for plan in outcome.lanes:
-            exporters.append(self._make(plan, invitations))
+        exporters = [self._make(plan, invitations) for plan in outcome.lanes]
         if len(self._strikes) > before:
             for exporter in exporters:
                 if exporter is not None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
-
-from torch import Tensor, nn
 
 from transportkit import wire
 from transportkit.deadline import Deadline
@@ -29,15 +25,20 @@ from transportkit.session.joining import Joined, Joining
 from transportkit.session.leases import Lease
 from transportkit.session.options import Options, hello, options
 from transportkit.session.receiving import Memory, Receiving
-from transportkit.session.results import Incoming, Update
 from transportkit.session.sinks import IntoFunction, IntoTarget, Leased, Owned, Sink, ours, told
-from transportkit.session.targets import Binding
 from transportkit.site import read_site
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from types import TracebackType
+
+    from torch import Tensor, nn
+
     from transportkit.lifecycle import Imported
     from transportkit.link import Link
     from transportkit.session.options import Progress
+    from transportkit.session.results import Incoming, Update
+    from transportkit.session.targets import Binding
     from transportkit.wire import Agreement, Piece
 
 _log = logging.getLogger("transportkit")
@@ -48,14 +49,16 @@ S = TypeVar("S", bound=Sink)
 class Receiver:
     """The receiving end of a session; made by `connect`, `pair`, or over a link of your own by `Receiver(link=...)`.
 
-    One call at a time, from any thread; a call that overlaps another raises `UsageError`. Only `abort` may come at any time.
+    One call at a time, from any thread; a call that overlaps another raises `UsageError`. Only `abort` may come at
+    any time.
     """
 
     def __init__(self, link: Any, **keywords: Any) -> None:
         """Receive over a link that exists already.
 
         Args:
-            link: an object with ``send(data, timeout)``, ``recv(timeout) -> bytes``, ``close()`` and optionally ``fileno()``.
+            link: an object with ``send(data, timeout)``, ``recv(timeout) -> bytes``, ``close()`` and optionally
+                ``fileno()``.
             **keywords: as for `connect`.
         """
         from transportkit.session.ends import as_link
@@ -155,16 +158,18 @@ class Receiver:
 
         Args:
             target: a module, whose `state_dict` names are written, or a mapping of names to tensors.
-            strict: refuse an update whose names are not exactly the target's; else `Update.skipped` and `Update.missing` tell.
+            strict: refuse an update whose names are not exactly the target's; else `Update.skipped` and
+                `Update.missing` tell.
             cast: convert values where the dtypes differ; `Update.cast` tells.
             wait: bounds waiting for the update to begin, in seconds; by default the session's.
             progress: called with (bytes done, bytes in all); by default the session's.
 
         Raises:
-            TargetError: the update does not suit the target. The sender is told, and nothing was written, unless it came from
-                a bare iterator, whose earlier tensors are then written already.
+            TargetError: the update does not suit the target. The sender is told, and nothing was written, unless it
+                came from a bare iterator, whose earlier tensors are then written already.
             PeerError: the sender ended the update or is gone; ``torn`` tells whether the target is half written.
-            DeadlineError: nothing began within ``wait`` (then the session is as it was), or no progress within ``timeout``.
+            DeadlineError: nothing began within ``wait`` (then the session is as it was), or no progress within
+                ``timeout``.
         """
 
         def make() -> IntoTarget:
@@ -188,8 +193,8 @@ class Receiver:
     ) -> Update:
         """Call ``function`` with lists of complete (name, tensor) pairs of the next update, in order.
 
-        The tensors are for reading, and only during the call. One above ``chunk_bytes`` is assembled in a buffer that is used
-        again for the next such tensor. A tied name comes right after the tensor that it shares.
+        The tensors are for reading, and only during the call. One above ``chunk_bytes`` is assembled in a buffer that
+        is used again for the next such tensor. A tied name comes right after the tensor that it shares.
 
         Args:
             function: `model.load_weights` of an inference engine, say.
@@ -212,7 +217,8 @@ class Receiver:
                 return self._fill(receiving, sink)
 
     def receive(self, *, wait: float | None = None, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The (name, tensor) pairs of the next update, each as soon as it is complete; the tensors are the caller's own.
+        """The (name, tensor) pairs of the next update, each as soon as it is complete; the tensors are the caller's
+        own.
 
         Leaving the loop early fails the update, and the sender is told. Raises as `load_into`, from within the loop.
         """

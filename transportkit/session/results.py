@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import attrs
 
-from transportkit.wire import TensorSpec
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transportkit.wire import TensorSpec
 
 
 @attrs.frozen(kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
@@ -29,6 +28,8 @@ from transportkit.session.sources import Post, Source, Static, resolve
 from transportkit.site import read_site
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from transportkit.link import Link
     from transportkit.manifest import Layout
     from transportkit.session.lane import Lane
@@ -44,15 +45,16 @@ Sendable = nn.Module | Mapping[str, Tensor] | Source | Iterable[tuple[str, Tenso
 class Sender:
     """The sending end of a session; made by `serve`, `pair`, or over links of your own by `Sender(links=[...])`.
 
-    One call at a time, from any thread; a call that overlaps another raises `UsageError`. Only `abort` may come at any time.
+    One call at a time, from any thread; a call that overlaps another raises `UsageError`. Only `abort` may come at
+    any time.
     """
 
     def __init__(self, links: Iterable[Any], **keywords: Any) -> None:
         """Send over links that exist already.
 
         Args:
-            links: one for each receiver: objects with ``send(data, timeout)``, ``recv(timeout) -> bytes``, ``close()`` and
-                optionally ``fileno()``.
+            links: one for each receiver: objects with ``send(data, timeout)``, ``recv(timeout) -> bytes``,
+                ``close()`` and optionally ``fileno()``.
             **keywords: as for `serve`.
         """
         from transportkit.session.ends import as_link
@@ -112,7 +114,8 @@ class Sender:
         Raises:
             NegotiationError: no backend serves some receiver; the text says why for each.
             PeerError: a receiver was lost or failed while the backends were tried.
-            DeadlineError: not all came within ``wait`` (those who came stay), or one made no progress within ``timeout``.
+            DeadlineError: not all came within ``wait`` (those who came stay), or one made no progress within
+                ``timeout``.
         """
         with self._guard.call("wait"):
             self._open()
@@ -167,8 +170,8 @@ class Sender:
         """Send one update; returns when every receiver has applied it. From then on the source may change.
 
         Args:
-            source: a module (its `state_dict`: persistent buffers and every tied name), a mapping of names to tensors, a
-                `Source`, or an iterable of (name, tensor). It is read once, in order, on this thread.
+            source: a module (its `state_dict`: persistent buffers and every tied name), a mapping of names to
+                tensors, a `Source`, or an iterable of (name, tensor). It is read once, in order, on this thread.
             version: of the update; by default one more than the last.
             post: ``post((name, tensor)) -> tensor``, applied to each before it is sent; may change dtype and shape.
             wait: bounds waiting for the receivers to begin, in seconds; by default the session's.
@@ -180,7 +183,8 @@ class Sender:
             SourceError: the source or ``post`` raised; the receivers are told.
             PeerFailedError: a receiver refused the update or failed; ``torn`` names those whose target is half written.
             PeerError: a receiver is gone; the session is closed.
-            DeadlineError: nobody was ready within ``wait`` (then the session is as it was), or no progress within ``timeout``.
+            DeadlineError: nobody was ready within ``wait`` (then the session is as it was), or no progress within
+                ``timeout``.
         """
         if version is not None and (type(version) is not int or not 0 <= version < 1 << 63):
             raise UsageError(f"version must be an integer from 0 to 2**63 - 1, not {version!r}")

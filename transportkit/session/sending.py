@@ -329,8 +329,8 @@ class Sending:
                 stream = next(s for s in self._streams if number in s.lane.receivers)
                 if (message.chunks, message.nbytes) != (stream.seq, self._sent):
                     raise ProtocolError(
-                        f"{peer.name} applied {message.chunks} chunks and {message.nbytes} bytes of update {self._number}, "
-                        f"{stream.seq} and {self._sent} were sent"
+                        f"{peer.name} applied {message.chunks} chunks and {message.nbytes} bytes "
+                        f"of update {self._number}, {stream.seq} and {self._sent} were sent"
                     )
                 self._applied.add(number)
             case wire.Failed() if message.update == self._number:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,8 @@ from transportkit.session.peers import code_of
 from transportkit.session.targets import Binding, tensors_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
     from transportkit.errors import TransportKitError
     from transportkit.lifecycle import Imported
     from transportkit.wire import Piece, TensorSpec

@@ -1,7 +1,7 @@
 """What may be sent: a module, a mapping, a `Source` or an iterable of pairs, brought into one of two forms.
 
-A *static* source has all its tensors at hand, so its chunks are planned ahead and packed in batches. A *streamed* one makes
-them one at a time; each is packed before the next is asked for.
+A *static* source has all its tensors at hand, so its chunks are planned ahead and packed in batches. A *streamed* one
+makes them one at a time; each is packed before the next is asked for.
 """
 
 from __future__ import annotations

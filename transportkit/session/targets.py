@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from transportkit.errors import TargetError, UsageError
 from transportkit.manifest import module_tensors
 from transportkit.packing import Writer
-from transportkit.wire import TensorSpec
+
+if TYPE_CHECKING:
+    from transportkit.wire import TensorSpec
 
 
 def tensors_of(target: object) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""For those who write backends: the conformance suite, and what it is made of. Needs the extra ``transportkit[testing]``.
+"""For those who write backends: the conformance suite, and what it is made of; the extra ``transportkit[testing]``.
 
 Subclass `TransportConformance` in a test module, and run pytest::
 
@@ -28,12 +28,12 @@ The tools of the suite serve other tests as well:
 - `Call`, `bounded`: a call on a thread, waited for within bounds;
 - `Child`, `in_process`, `report`, `hear`: a function in a process of its own, which can be talked to, stopped and killed;
 - `installed`: backends that are no distribution's, registered for as long as a block takes;
-- `faulty`, `altered`, `recording`: a backend around another one, that fails or hangs at a chosen call, does something else
-  there, or writes every call down; `in_update` for faults that spare the trial;
+- `faulty`, `altered`, `recording`: a backend around another one, that fails or hangs at a chosen call, does something
+  else there, or writes every call down; `in_update` for faults that spare the trial;
 - `Loopback`, `WiringDouble`: what the core hands to exporters and importers, without a session;
 - `DirectLane`: an exporter and its importers, driven step by step; `StalledPair`: one of which the peer has stopped;
-- `Session`: a sender and a receiver that have agreed, the latter on a thread or in a process; `TamperedLink`: a link that
-  changes messages on their way;
+- `Session`: a sender and a receiver that have agreed, the latter on a thread or in a process; `TamperedLink`: a link
+  that changes messages on their way;
 - `samples`, `bulk`, `prints`, `print_of`, `bytes_of`: tensors of every kind, and their bytes;
 - `nothing_left`, `Holdings`, `resident`: what a process holds before and after.
 """

@@ -1,4 +1,4 @@
-"""A call on a thread of its own that is waited for within bounds, so that what hangs fails instead; no process belongs here."""
+"""A call on a thread of its own, waited for within bounds, so that what hangs fails instead; no process belongs here."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 T = TypeVar("T")
 

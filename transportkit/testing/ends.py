@@ -1,4 +1,4 @@
-"""What a sender or a receiver does in a test: module-level functions, so that it can be done in this process or another.
+"""What a sender or receiver does in a test: module-level functions, so that it can be done in this process or another.
 
 Each receiving function takes one update and returns what arrived, as `transportkit.testing.samples.prints` does.
 """

@@ -119,8 +119,8 @@ def altered(
 
     Args:
         transport, at, nth, times, when: as for `faulty`.
-        change: called instead, with a function that makes the call, and the call's arguments; a module-level function where
-            the class is to be pickled.
+        change: called instead, with a function that makes the call, and the call's arguments; a module-level function
+            where the class is to be pickled.
         name: of the backend that is made; by default ``altered-`` and the other one's.
     """
     keywords = {"at": at, "change": change, "nth": nth, "times": times, "when": when, "name": name}

@@ -1,12 +1,13 @@
-"""Backends as if they were installed: `installed` registers classes for as long as a test takes; no wrapper belongs here.
+"""Backends as if they were installed: `installed` registers classes for as long as a test takes.
 
-The registry is not bypassed: a distribution with an entry point for each class stands on ``sys.path`` meanwhile, and what
-it names is found in this module, by `__getattr__`.
+The registry is not bypassed: a distribution with an entry point for each class stands on ``sys.path`` meanwhile, and
+what it names is found in this module, by `__getattr__`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -40,22 +41,27 @@ def installed(*transports: type[Transport]) -> Iterator[None]:
     if not missing:
         yield
         return
-    entries = {f"backend_{id(transport):x}": transport for transport in missing}
+    # The names depend on nothing else, so that a child, whose path holds the parent's folder, finds no second backend.
+    entries = {f"backend_{re.sub(r'[^a-zA-Z0-9]', '_', transport.name)}": transport for transport in missing}
+    for attribute, transport in entries.items():
+        other = _classes.get(attribute, transport)
+        assert other is transport, f"{other} is installed under the name {transport.name!r}; give one of them another"
+    distribution = "transportkit-testing-" + "-".join(sorted(entries))
     with tempfile.TemporaryDirectory(prefix="transportkit-testing-") as folder:
-        info = Path(folder, f"transportkit_testing_{id(entries):x}-0.0.0.dist-info")
+        info = Path(folder, f"{distribution.replace('-', '_')}-0.0.0.dist-info")
         info.mkdir()
-        Path(info, "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: transportkit-testing-{id(entries):x}\nVersion: 0.0.0\n", encoding="utf-8"
-        )
+        metadata = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0.0.0\n"
+        Path(info, "METADATA").write_text(metadata, encoding="utf-8")
         lines = [f"{transport.name} = {__name__}:{attribute}" for attribute, transport in entries.items()]
         Path(info, "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]), encoding="utf-8")
+        outer = {attribute: _classes[attribute] for attribute in entries if attribute in _classes}
         _classes.update(entries)
         sys.path.append(folder)
         try:
             yield
         finally:
             sys.path.remove(folder)
-            for attribute in entries:
+            for attribute in entries.keys() - outer.keys():
                 del _classes[attribute]
 
 

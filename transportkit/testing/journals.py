@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
@@ -11,6 +10,8 @@ import attrs
 from transportkit.testing.wrapping import Wrapped, qualified, wrapper
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transportkit.transport import Transport
 
 

@@ -1,4 +1,4 @@
-"""A lane without a session: one exporter and its importers in this process, driven step by step through the contract."""
+"""A lane without a session: an exporter and its importers in this process, driven step by step by the contract."""
 
 from __future__ import annotations
 
@@ -108,6 +108,11 @@ class DirectLane:
                 self.imports.append(Imports(importer, transport.name, slots, self.acknowledged.append))
             undo.pop_all()
 
+    @property
+    def ends(self) -> list[Exporter | Importer]:
+        """The exporter and the importers."""
+        return [self.exporter, *self.importers]
+
     def deadline(self, what: str = "step", seconds: float | None = None) -> Deadline:
         return Deadline(self.within if seconds is None else seconds, what)
 
@@ -120,7 +125,7 @@ class DirectLane:
     def connect(self) -> Self:
         """Invite, then let all ends meet, each on a thread of its own."""
         self.invite()
-        calls = [Call(end.connect, self.deadline("connection")) for end in (self.exporter, *self.importers)]
+        calls = [Call(end.connect, self.deadline("connection")) for end in self.ends]
         for call in calls:
             call.result(self.within + 2)
         return self

@@ -12,13 +12,13 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from transportkit.testing.calls import HungError
 from transportkit.testing.installing import installed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.context import BaseContext
 
@@ -99,7 +99,7 @@ class Child:
         raise ChildDiedError(f"{self._what} returned {value!r} where a word of it was due", 0)
 
     def result(self, within: float) -> Any:
-        """What the function returned; what it reports meanwhile is passed over. Raises as `heard`, and what it raised."""
+        """What the function returned, reports being passed over. Raises as `heard`."""
         end = time.monotonic() + within
         while self._final is None:
             kind, value = self._next(max(0.0, end - time.monotonic()))
@@ -197,7 +197,12 @@ def report(value: object = None) -> None:
 
 
 def hear(within: float = 60.0) -> Any:
-    """In a child: what the parent tells by `Child.tell`. Raises `HungError` after so many seconds, `EOFError` at its end."""
+    """In a child: what the parent tells by `Child.tell`.
+
+    Raises:
+        HungError: nothing within so many seconds.
+        EOFError: the parent is gone.
+    """
     assert _parent is not None, "hear() is for the function of a Child"
     if not _parent.poll(within):
         raise HungError(f"the parent said nothing within {within:g} s")

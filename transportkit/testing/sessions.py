@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from transportkit.link import SocketLink, pair_sockets
@@ -15,6 +15,8 @@ from transportkit.testing.processes import Child, context_of
 from transportkit.testing.tampering import TamperedLink
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transportkit.transport import Transport
 
 
@@ -48,7 +50,7 @@ class Session:
         self._receiver: Receiver | None = None
         if process:
             self.sender, theirs = pair(context_of("forkserver"), **keywords)
-            self.child = Child(ends.receiving, theirs, backends=_missing(transport), method="forkserver")
+            self.child = Child(ends.receiving, theirs, backends=[transport], method="forkserver")
             joining = Call(self.child.heard, within)
         else:
             left, right = pair_sockets()
@@ -105,9 +107,9 @@ class Session:
             except RuntimeError:
                 self._receiver.abort()
         if self.child is not None:
-            if self.child.alive:
-                self.child.tell(None)
-            self.child.__exit__()
+            with self.child as child, contextlib.suppress(OSError, EOFError, AssertionError):
+                child.tell(None)
+                child.result(self.within)
 
     def __enter__(self) -> Self:
         return self
@@ -122,8 +124,3 @@ def _ordered(child: Child, work: Callable[..., Any], args: tuple[Any, ...], with
     if kind == "raised":
         raise value
     return value
-
-
-def _missing(transport: type[Transport]) -> Sequence[type[Transport]]:
-    """What a child must install before it can use the backend; nothing where that is installed."""
-    return (transport,)

@@ -1,7 +1,7 @@
 """A double of what the core hands to exporters and importers: links in memory, whose peers can be lost at will.
 
-`Loopback` makes one `WiringDouble` for an exporter and one for each of its importers, all in this process. They wait and
-raise as the core's own wiring does, and need no session.
+`Loopback` makes one `WiringDouble` for an exporter and one for each of its importers, all in this process. They wait
+and raise as the core's own wiring does, and need no session.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import collections
 import os
 import select
 import threading
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
 from transportkit.errors import ClosedError, PeerLostError, ProtocolError, TransportKitError
@@ -18,6 +17,8 @@ from transportkit.site import read_site
 from transportkit.transport import Wiring
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transportkit.deadline import Deadline
     from transportkit.wire import Site
 

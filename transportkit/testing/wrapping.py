@@ -1,7 +1,7 @@
-"""Backends around backends: what `faulty` and `recording` have in common; what they do with a call does not belong here.
+"""Backends around backends: what `faulty` and `recording` have in common; what becomes of a call does not belong here.
 
-A wrapped backend is a class like any other: it can be `installed`, agreed on in a session, wrapped again, and pickled to
-a child process. It has a name of its own; the ends it makes pass every call on.
+A wrapped backend is a class like any other: it can be `installed`, agreed on in a session, wrapped again, and pickled
+to a child process. It has a name of its own; the ends it makes pass every call on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import copyreg
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -18,7 +17,7 @@ from transportkit.transport import Exporter, Importer, Match, Mismatch, Offer, S
 from transportkit.wire import Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from msgspec import Raw
@@ -36,7 +35,7 @@ IMPORTER_METHODS = ("join", "connect", "attach", "detach", "open", "reading", "r
 
 
 def qualified(method: str) -> str:
-    """The full name of a method: ``"open"`` is ``"importer.open"``. Raises `ValueError` where there are two, or none."""
+    """The full name of a method: ``"open"`` is ``"importer.open"``. Raises `ValueError` for two, or none."""
     known = [f"transport.{name}" for name in TRANSPORT_METHODS]
     known += [f"exporter.{name}" for name in EXPORTER_METHODS] + [f"importer.{name}" for name in IMPORTER_METHODS]
     found = [name for name in known if method in (name, name.partition(".")[2])]
@@ -60,7 +59,7 @@ def _again(make: Callable[..., type[Transport]], args: tuple[Any, ...], keywords
     return make(*args, **keywords)
 
 
-copyreg.pickle(WrapperType, _reduce)  # type: ignore[arg-type]
+copyreg.pickle(WrapperType, _reduce)
 
 
 class Wrapped(Transport, metaclass=WrapperType):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ class Contract(Subject):
                 assert slot.is_contiguous()
                 assert slot.data_ptr() % 64 == 0, "slots begin at multiples of 64"
             starts = sorted(slot.data_ptr() for slot in first)
-            assert all(b - a >= chunk_bytes for a, b in zip(starts, starts[1:], strict=False)), "slots overlap"
+            assert all(b - a >= chunk_bytes for a, b in itertools.pairwise(starts)), "slots overlap"
             if not self.subject().device_slots:
                 for number, slot in enumerate(first):
                     slot.fill_(number + 1)

@@ -89,7 +89,7 @@ class Deaths(Subject):
             tensors = {name: tensor.to(self.device) for name, tensor in bulk(NBYTES).items()}
             expected = prints(tensors)
             order = (sender.address, ends.load, (expected,), self.keywords(wait=self.patience))
-            with sender, Child(ends.connect_and, *order, backends=self.extra(), method=method) as child:
+            with Child(ends.connect_and, *order, backends=self.extra(), method=method) as child, sender:
                 assert sender.agreement.backend(0) == self.subject().name
                 Call(sender.send, tensors).result(self.patience)
                 assert differing(child.result(self.patience), expected) == []
@@ -217,11 +217,8 @@ class Deaths(Subject):
         self.in_one_process()
         with nothing_left():
             with self.session(chunk_bytes=1000, slots=2) as session:
-                call: Call[Any]
-                if side == "sender":
-                    call, end = session.send(bulk(NBYTES)), session.sender
-                else:
-                    call, end = session.receive(ends.receive, {}), session.receiver
+                call = session.send(bulk(NBYTES)) if side == "sender" else session.receive(ends.receive, {})
+                end = session.sender if side == "sender" else session.receiver
                 assert not call.wait(0.2), "nothing to abort"
                 bounded(1.0, end.abort)
                 error = call.error(self.notice)

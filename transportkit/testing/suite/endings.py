@@ -68,7 +68,7 @@ class Endings(Subject):
             if steps == "used":
                 lane.move(0, noise(10, seed=0))
             for _ in range(2):
-                for end in (lane.exporter, *lane.importers):
+                for end in lane.ends:
                     end.close()
                     end.abort()
             lane.close()
@@ -78,7 +78,7 @@ class Endings(Subject):
         with nothing_left(), self.lane() as lane:
             lane.connect()
             (header,) = lane.pack(0, noise(10, seed=0))
-            for end in (lane.exporter, *lane.importers):
+            for end in lane.ends:
                 end.abort()
                 end.abort()
             for wiring in (lane.loopback.exporter, *lane.loopback.importers.values()):
@@ -96,7 +96,7 @@ class Endings(Subject):
         for index in range(2):
             with nothing_left(), self.lane() as lane:
                 lane.invite()
-                end = [lane.exporter, *lane.importers][index]
+                end = lane.ends[index]
                 end.abort()
                 try:
                     bounded(self.notice, end.connect, lane.deadline("connection", SHORT))

@@ -1,4 +1,4 @@
-"""Tests of what a lying peer can do: every header, handle and invitation that does not hold ends in one of our own errors."""
+"""Tests of what a lying peer can do: whatever does not hold ends in one of our own errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from transportkit import wire
 from transportkit.errors import TransportKitError
 from transportkit.testing import ends
 from transportkit.testing.calls import bounded
@@ -19,6 +18,7 @@ from transportkit.testing.suite.subject import Subject
 from transportkit.wire import Chunk, Location, Piece, raw
 
 if TYPE_CHECKING:
+    from transportkit import wire
     from collections.abc import Callable
 
 HUGE = (1 << 62) + 7
@@ -127,13 +127,12 @@ class Hostility(Subject):
     def test_invitations_and_replies_of_a_liar(self) -> None:
         for data in GARBAGE:
             with nothing_left(), self.lane() as lane:
-                for step in (
-                    lambda: lane.exporter.admit(0, msgspec.Raw(data)),  # noqa: B023 - called at once
-                    lambda: lane.importers[0].join(msgspec.Raw(data)),  # noqa: B023 - called at once
-                    lambda: lane.exporter.admit(0, lane.importers[0].join(lane.exporter.invite(0))),  # noqa: B023
+                for step, *args in (
+                    (lane.exporter.admit, 0, msgspec.Raw(data)),
+                    (lane.importers[0].join, msgspec.Raw(data)),
                 ):
                     try:
-                        bounded(self.patience, step)
+                        bounded(self.patience, step, *args)
                     except TransportKitError:
                         continue
 

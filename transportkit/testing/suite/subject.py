@@ -1,8 +1,7 @@
-"""What all tests of the suite build on: the backend under test, its capabilities, and how to drive it; no test belongs here."""
+"""What all tests build on: the backend under test, its capabilities, and how to drive it; no test belongs here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -15,6 +14,8 @@ from transportkit.testing.sessions import Session
 from transportkit.wire import Unavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transportkit.transport import Transport
 
 
@@ -26,8 +27,8 @@ class Subject:
     transport: ClassVar[type[Transport] | None] = None
     """The backend's class, for one that is not installed."""
     same_process: ClassVar[bool] = True
-    """Whether exporter and importer may live in one process. If not, tests that need that are skipped, and sessions have
-    their receiver in a process of its own."""
+    """Whether exporter and importer may live in one process. If not, tests that need that are skipped, and sessions
+    have their receiver in a process of its own."""
     links: ClassVar[tuple[str, ...]] = ("pair", "unix", "tcp")
     """The kinds of link on which the backend can be agreed between two processes of this host."""
     device: ClassVar[str] = "cpu"
@@ -73,8 +74,8 @@ class Subject:
 
     def session(self, transport: type[Transport] | None = None, **keywords: Any) -> Session:
         """A session over the backend, or over one that wraps it and is `installed`."""
-        keywords = {"process": not self.same_process, "device": self.device, "within": self.patience} | keywords
-        return Session(transport or self.subject(), **self.options, **keywords)
+        given: dict[str, Any] = {"process": not self.same_process, "device": self.device, "within": self.patience}
+        return Session(transport or self.subject(), **{**self.options, **given, **keywords})
 
     def lane(self, transport: type[Transport] | None = None, **keywords: Any) -> DirectLane:
         """A lane in this process; skips where the backend's ends need two."""

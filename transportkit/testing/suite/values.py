@@ -76,7 +76,9 @@ class Values(Subject):
 
     def test_updates_without_bytes(self) -> None:
         with self.session() as session:
-            for tensors in ({}, {"empty": torch.empty(0, 3)}, {"a": torch.empty(0), "b": torch.empty(3, 0)}):
+            empty = {"a": torch.empty(0), "b": torch.empty(3, 0)}
+            updates: list[dict[str, Tensor]] = [{}, {"empty": torch.empty(0, 3)}, empty]
+            for tensors in updates:
                 for kind, source in ends.SOURCES.items():
                     for way in ends.WAYS:
                         expected = prints(tensors)
@@ -115,7 +117,7 @@ def fail_half_way(receiver: object) -> None:
     """Fail in the middle of an update."""
     from transportkit.errors import CallbackError
 
-    seen = []
+    seen: list[str] = []
 
     def function(pairs: list[tuple[str, Tensor]]) -> None:
         seen.extend(name for name, _ in pairs)
