@@ -225,7 +225,13 @@ def judge(
     digest = digest_of(transport, sender, receiver)
     if digest is None:
         return Mismatch("its slots are device memory, where no digests are taken; leave `checksum=True` away to use it")
-    return transport.match(ends[0], ends[1], claims)  # type: ignore[arg-type]
+    try:
+        verdict: object = transport.match(ends[0], ends[1], claims)  # type: ignore[arg-type]
+    except Exception as error:  # a plugin's code, fed with what a peer sent
+        return Mismatch(f"its match() failed: {type(error).__name__}: {error}")
+    if not isinstance(verdict, Match | Mismatch):
+        return Mismatch(f"its match() returned {type(verdict).__name__}")
+    return verdict
 
 
 def digest_of(transport: type[Transport], sender: Hello, receiver: Hello) -> Digest | None:

@@ -247,7 +247,7 @@ class Imports:
 
     def retire(self, chunk: Imported) -> None:
         """Release a chunk, or hold it back until the last tensor that views it is dead."""
-        if chunk.memory is None:
+        if chunk.memory is None or chunk in self._held:
             return
         if chunk.viewed:
             self._held.append(chunk)
@@ -294,6 +294,8 @@ class Imports:
 
     def _release(self, chunk: Imported) -> None:
         chunk.memory = None
+        if self._closed:
+            return
         with translated(self._backend):
             self._importer.release(chunk.header)
         self._acknowledge(chunk.header)

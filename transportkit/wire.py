@@ -139,6 +139,8 @@ class Hello(Struct, frozen=True, tag="hello"):
     limits: Limits
     wishes: Wishes
     intent: Literal["transfer", "inspect"] = "transfer"
+    timeout: Annotated[float, Meta(gt=0)] = 60.0
+    """How long this side waits without progress, in seconds; the other says more often than that that it is alive."""
 
 
 # -- the agreement ----------------------------------------------------------------------------------------------------

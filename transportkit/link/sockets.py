@@ -129,7 +129,7 @@ class SocketLink(Link):
                     sent -= here
                     first += 1
         except BaseException as error:
-            if begun:
+            if begun and not isinstance(error, PeerLostError):  # nothing follows that could be taken for the rest
                 self._break(error)
             raise
 
@@ -149,8 +149,11 @@ class SocketLink(Link):
 
     def _flush(self) -> bool:
         """Write what `try_send` left over, without waiting; whether all of it is written."""
-        if self._deaf or self._lost:
+        if self._lost:
             self._raise_lost()
+        if self._deaf:
+            assert self._cause is not None
+            self._raise_deaf(self._cause)  # what came before the end is still to be read
         while self._left:
             try:
                 sent = self._sock.send(self._left, socket.MSG_NOSIGNAL)

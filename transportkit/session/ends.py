@@ -12,7 +12,7 @@ import attrs
 
 from transportkit import wire
 from transportkit.deadline import Deadline
-from transportkit.errors import ProtocolError, UsageError
+from transportkit.errors import ClosedError, ProtocolError, UsageError
 from transportkit.link import CustomLink, Link, SocketLink, pair_sockets
 from transportkit.listener import dial
 from transportkit.registry import choose
@@ -76,7 +76,11 @@ def connect(address: str, **keywords: Any) -> Receiver:
     choose(read_site(address.partition(":")[0]), wanted.backends)
     link = dial(address, authkey=wanted.authkey, timeout=wanted.timeout, wait=wanted.wait)
     receiver = Receiver.over(link, wanted, {})
-    receiver.join()
+    try:
+        receiver.join()
+    except BaseException:
+        receiver.close()
+        raise
     return receiver
 
 
@@ -132,16 +136,30 @@ class _Ends:
 
     sender: socket.socket | None
     receiver: socket.socket | None
+    closed: set[wire.Role] = attrs.field(factory=set)
 
     def claim(self, role: wire.Role) -> socket.socket:
         """Take one end for good and close the other."""
         mine, other = (self.sender, self.receiver) if role == "sender" else (self.receiver, self.sender)
+        if role in self.closed:
+            raise ClosedError(f"the {role} of this pair is closed in this process")
         if mine is None:
             raise UsageError(f"the {role} of this pair was given up when its other end was first used in this process")
         if other is not None:
             other.close()
         self.sender = self.receiver = None
         return mine
+
+    def shed(self, role: wire.Role) -> None:
+        """Close one end, unused; the other stays as it is."""
+        mine = self.sender if role == "sender" else self.receiver
+        if mine is not None:
+            mine.close()
+        if role == "sender":
+            self.sender = None
+        else:
+            self.receiver = None
+        self.closed.add(role)
 
 
 class _Paired:
@@ -162,6 +180,20 @@ class _Paired:
         self._unused = None
         self._begin(link, wanted, inherited)
         return getattr(self, name)
+
+    def close(self) -> None:
+        """As for any session; an unused end closes this process's copy of itself, and leaves the other end alone."""
+        if self._unused is None:
+            super().close()  # type: ignore[misc]
+        else:
+            self._unused[0].shed(self._role)
+
+    def abort(self) -> None:
+        """As for any session; an unused end is closed."""
+        if self._unused is None:
+            super().abort()  # type: ignore[misc]
+        else:
+            self._unused[0].shed(self._role)
 
     def _begin(self, link: Link, wanted: Options, inherited: dict[str, object]) -> None:
         raise NotImplementedError

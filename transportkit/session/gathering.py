@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from transportkit import wire
 from transportkit.deadline import Deadline
-from transportkit.errors import DeadlineError, ProtocolError, TransportKitError
+from transportkit.errors import ClosedError, DeadlineError, ProtocolError, TransportKitError
 from transportkit.handshake import Conversation, negotiate, peer_text
 from transportkit.link import wait as wait_links
+from transportkit.link.base import close_in_child
 from transportkit.listener import Listener
-from transportkit.session.peers import Peer, code_of
+from transportkit.session.peers import Peer, code_of, unexpected
 
 if TYPE_CHECKING:
     from transportkit.link import Link
@@ -45,6 +46,8 @@ class Gathering:
         self._lock = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._listener: Listener | None = None
+        self._aborted = False
+        close_in_child(self)
 
     def listen(self, address: str, authkey: bytes | None, timeout: float) -> str:
         """Bind and start to listen; returns the address, with the port that was chosen."""
@@ -59,6 +62,11 @@ class Gathering:
         """How many connections came to nothing before they were agreed."""
         return 0 if self._listener is None else self._listener.failures
 
+    @property
+    def short(self) -> bool:
+        """Whether a receiver is missing who cannot come: the links were brought along, and one of them is lost."""
+        return self._listener is None and len(self._peers) < self._places
+
     def seat(self, link: Link) -> None:
         """Take in a receiver over a link that exists already; its hello is still to come."""
         self._hosts(link, None)
@@ -69,9 +77,11 @@ class Gathering:
 
         Raises:
             DeadlineError: not in time; those who came stay.
+            ClosedError: `abort` was called.
             TransportKitError: a receiver on a link that was brought along failed: nobody can take its place.
         """
         while True:
+            self._check()
             self._take_in()
             for peer in list(self._peers):
                 try:
@@ -79,12 +89,13 @@ class Gathering:
                     if peer.gone is not None:
                         raise peer.gone
                 except TransportKitError as error:
+                    self._check()
                     self._lose(peer, error)
             if len(self._peers) == self._places and all(p.greeted for p in self._peers):
                 return
             deadline.check()
             self._peers.keep_alive()
-            pause = Deadline(deadline.remaining(cap=self._peers.timeout / 4), deadline.what)
+            pause = Deadline(deadline.remaining(cap=self._peers.beat), deadline.what)
             with contextlib.suppress(DeadlineError):
                 wait_links([peer.link for peer in self._peers], pause, [self._wake])
             with contextlib.suppress(BlockingIOError):
@@ -99,21 +110,43 @@ class Gathering:
         with self._lock:
             self._taken = len(self._arrived)
 
+    def abort(self) -> None:
+        """Make `wait` raise `ClosedError`, now or later. From any thread; never blocks."""
+        with self._lock:
+            self._aborted = True
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
     def close(self) -> None:
         """Stop listening, hang up on those who wait. Idempotent."""
         if self._listener is not None:
             self._listener.close()
         while self._arrived:
             self._arrived.popleft()[0].close()
+        with self._lock:
+            wake, self._wake = self._wake, -1
+        if wake >= 0:
+            os.close(wake)
+
+    def lose(self) -> None:
+        """In a forked child: close the descriptor."""
+        self._lock = threading.Lock()  # another thread of the parent may have held it
         if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1
 
     # -- on the thread of the call ------------------------------------------------------------------------------------
 
+    def _check(self) -> None:
+        if self._aborted:
+            raise ClosedError("this Sender was aborted")
+
     def _take_in(self) -> None:
-        while self._arrived:
-            link, hello = self._arrived.popleft()
+        while True:
+            with self._lock:
+                if not self._arrived:
+                    return
+                link, hello = self._arrived.popleft()
             self._hosts(link, hello)
 
     def _hosts(self, link: Link, hello: wire.Hello | None) -> None:
@@ -161,14 +194,32 @@ class Gathering:
             self._inspect(link, hello)
             return
         with self._lock:
+            if self._taken >= self._places:
+                self._sweep()
             room = self._taken < self._places
-            self._taken += room
+            if room:
+                self._taken += 1
+                self._arrived.append((link, hello))
+                if self._wake >= 0:
+                    os.eventfd_write(self._wake, 1)
         if not room:
             full = ProtocolError(f"all {self._places} places of this sender are taken (`receivers=`)")
             self._refuse(link, full)
             raise full
-        self._arrived.append((link, hello))
-        os.eventfd_write(self._wake, 1)
+
+    def _sweep(self) -> None:
+        """Give the places back of those who left again before anybody looked at them."""
+        for arrival in list(self._arrived):
+            try:
+                while arrival[0].poll():
+                    message = wire.decode(arrival[0].recv(Deadline(0, "message that is there")))
+                    if not isinstance(message, wire.Waiting):
+                        raise unexpected(message, arrival[0].peer)
+            except TransportKitError as error:
+                _log.info("%s left before anything was agreed: %s", arrival[0].peer, error)
+                arrival[0].close()
+                self._arrived.remove(arrival)
+                self._taken -= 1
 
     def _inspect(self, link: Link, hello: wire.Hello) -> None:
         outcome = negotiate(

@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING
 
 from transportkit import wire
 from transportkit.deadline import Deadline
-from transportkit.errors import BackendError, DeadlineError, PeerError, PeerLostError, TransportKitError
+from transportkit.errors import (
+    BackendError,
+    DeadlineError,
+    PeerError,
+    PeerLostError,
+    ProtocolError,
+    TransportKitError,
+)
 from transportkit.link import wait as wait_links
-from transportkit.session.peers import farewell
+from transportkit.session.peers import BEATS, farewell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +27,9 @@ if TYPE_CHECKING:
 
 IDLE_PERIOD = 0.02
 """How often a wait looks whether a lease has ended, in seconds, where one is outstanding."""
+
+AHEAD_LIMIT = 256
+"""Most messages that are read before they are due; an honest sender has a few out."""
 
 
 class Inlet:
@@ -34,7 +44,9 @@ class Inlet:
         self.link = link
         self.timeout = timeout
         self._ahead: collections.deque[wire.Message] = collections.deque()
-        self._beat = time.monotonic()
+        self.beat = timeout / BEATS
+        """How often, at least, a wait tells the sender that this side is alive, in seconds."""
+        self._beaten = time.monotonic()
 
     @property
     def name(self) -> str:
@@ -89,7 +101,11 @@ class Inlet:
         gone.
         """
         while self.link.poll():
-            self._ahead.append(self._take())
+            message = self._take()
+            if not isinstance(message, wire.Waiting):
+                self._ahead.append(message)
+            if len(self._ahead) > AHEAD_LIMIT:
+                raise ProtocolError(f"{self.name} sent {len(self._ahead)} messages where a few may come")
         for message in self._ahead:
             match message:
                 case wire.Bye():
@@ -108,14 +124,14 @@ class Inlet:
         return next((farewell(m, self.name) for m in self._ahead if isinstance(m, wire.Bye)), None)
 
     def _read(self, deadline: Deadline, idle: Callable[[], None] | None) -> wire.Message:
-        pause = self.timeout / 4 if idle is None else min(IDLE_PERIOD, self.timeout / 4)
+        pause = self.beat if idle is None else min(IDLE_PERIOD, self.beat)
         while not self.link.poll():
             deadline.check()
             if idle is not None:
                 idle()
             now = time.monotonic()
-            if now - self._beat >= self.timeout / 4:
-                self._beat = now
+            if now - self._beaten >= self.beat:
+                self._beaten = now
                 self.tell(wire.Waiting())
             try:
                 wait_links([self.link], Deadline(deadline.remaining(cap=pause), deadline.what))

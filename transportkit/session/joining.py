@@ -21,7 +21,7 @@ from transportkit.errors import (
     ProtocolError,
     VersionError,
 )
-from transportkit.handshake import Conversation, peer_text, verify
+from transportkit.handshake import Conversation, State, peer_text, verify
 from transportkit.lifecycle import Imported, Imports, memory_of, translated
 from transportkit.session.peers import SilentPeerError
 from transportkit.session.wiring import LinkWiring
@@ -62,23 +62,24 @@ class Joining:
         hello: the receiver's hello.
         choice: the receiver's backends.
         inherited: per backend, what `Transport.inherit` made.
-        wait: bounds waiting for the sender to be ready and for other receivers, in seconds; None does not.
     """
 
-    def __init__(
-        self, inlet: Inlet, hello: wire.Hello, choice: Choice, inherited: dict[str, object], wait: float | None
-    ) -> None:
+    def __init__(self, inlet: Inlet, hello: wire.Hello, choice: Choice, inherited: dict[str, object]) -> None:
         self._inlet = inlet
         self._hello = hello
         self._choice = choice
         self._inherited = inherited
-        self._wait = wait
+        self._sender: wire.Hello | None = None
         self._conversation = Conversation("receiver")
         self._imports: Imports | None = None
         self._pending: wire.Proposal | None = None
 
-    def run(self) -> Joined:
+    def run(self, wait: Deadline) -> Joined:
         """Agree with the sender.
+
+        Args:
+            wait: bounds waiting for the sender to be ready and for other receivers; when it expires, `run` may be
+                called again.
 
         Raises:
             NegotiationError: it refused; the text says why for each backend.
@@ -86,15 +87,19 @@ class Joining:
             DeadlineError: nothing came in time.
         """
         try:
-            self._send(self._hello)
-            message = self._next(Deadline(self._wait, f"hello from {self._inlet.name}", "wait"))
-            if not isinstance(message, wire.Hello):
-                self._unexpected(message)
-            sender = message
-            self._inlet.link.peer = f"sender ({peer_text(sender)})"
+            if self._conversation.state is State.START:
+                self._send(self._hello)
+            if self._sender is None:
+                message = self._next(wait)
+                if not isinstance(message, wire.Hello):
+                    self._unexpected(message)
+                self._sender = message
+                self._inlet.link.peer = f"sender ({peer_text(message)})"
+                self._inlet.beat = min(self._inlet.timeout, message.timeout) / BEATS
+            sender = self._sender
             patient = True
             while True:
-                message = self._pending or self._next(self._deadline("proposal", patient=patient))
+                message = self._pending or self._next(wait if patient else self._deadline("proposal"))
                 self._pending = None
                 if not isinstance(message, wire.Proposal):
                     self._unexpected(message)
@@ -197,9 +202,7 @@ class Joining:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def _deadline(self, what: str, *, patient: bool = False) -> Deadline:
-        if patient:
-            return Deadline(self._wait, f"{what} from {self._inlet.name}", "wait")
+    def _deadline(self, what: str) -> Deadline:
         return Deadline(self._inlet.timeout, f"{what} from {self._inlet.name}")
 
     def _trial_deadline(self, terms: wire.Terms) -> Deadline:
@@ -214,6 +217,8 @@ class Joining:
             try:
                 message = self._inlet.next(deadline, renew=deadline.keyword == "timeout")
             except DeadlineError as error:
+                if deadline.keyword == "wait" and deadline.expired():
+                    raise
                 raise SilentPeerError(str(error)) from error
             if self._conversation.received(message):
                 break

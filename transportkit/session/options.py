@@ -94,6 +94,7 @@ def hello(
             allow_plaintext=wanted.allow_plaintext,
         ),
         intent=intent,
+        timeout=wanted.timeout,
     )
 
 

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
     from transportkit.link import Link
 
+MESSAGES_AT_ONCE = 1000
+"""Most messages of one peer that are taken in before the others, and the deadlines, get their turn."""
+
+
+BEATS = 4
+"""How often a side that waits says so within the shorter of both sides' timeouts."""
+
 
 class SilentPeerError(DeadlineError):
     """A peer itself says nothing, as opposed to a backend that takes too long."""
@@ -76,7 +83,7 @@ class Peers:
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self._peers: dict[int, Peer] = {}
-        self._beat = time.monotonic()
+        self._beaten = time.monotonic()
         self.on_message: Callable[[Peer, wire.Message], None] = self._nothing_due
 
     def __iter__(self) -> Iterator[Peer]:
@@ -91,6 +98,11 @@ class Peers:
     @property
     def numbers(self) -> frozenset[int]:
         return frozenset(self._peers)
+
+    @property
+    def beat(self) -> float:
+        """How often, at least, a wait tells the peers that this side is alive, in seconds."""
+        return min([self.timeout, *(peer.hello.timeout for peer in self if peer.greeted)]) / BEATS
 
     def add(self, peer: Peer) -> None:
         self._peers[peer.number] = peer
@@ -168,7 +180,7 @@ class Peers:
                         "(raise `timeout=` where that is too short)"
                     )
             self.keep_alive()
-            pause = min(self.timeout / 4, self.timeout if limit is None else limit)
+            pause = self.beat if limit is None else min(self.beat, limit)
             try:
                 wait_links([peer.link for peer in self], Deadline(pause, what))
             except DeadlineError:
@@ -179,13 +191,15 @@ class Peers:
     def keep_alive(self) -> None:
         """Tell everybody that this side is alive, where that is due."""
         now = time.monotonic()
-        if now - self._beat >= self.timeout / 4:
-            self._beat = now
+        if now - self._beaten >= self.beat:
+            self._beaten = now
             self.tell(wire.Waiting())
 
     def drain(self, peer: Peer) -> None:
         """Take in every message of one peer that is there, without waiting; notes when it is gone."""
-        while peer.gone is None:
+        for _ in range(MESSAGES_AT_ONCE):  # one that never stops talking must not keep this side from its deadlines
+            if peer.gone is not None:
+                return
             try:
                 if not peer.link.poll():
                     return
@@ -194,13 +208,15 @@ class Peers:
                 return
             frame = peer.link.recv(Deadline(self.timeout, f"rest of a message from {peer.name}"))
             message = wire.decode(frame)
+            if isinstance(message, wire.Waiting):
+                continue  # being alive is no progress: what it owes, it owes
             peer.heard = time.monotonic()
             if isinstance(message, wire.Bye):
                 peer.gone = farewell(message, peer.name)
                 return
             if isinstance(message, wire.Ready):
                 peer.ready = True
-            elif not isinstance(message, wire.Waiting):
+            else:
                 self.on_message(peer, message)
 
     def _take_in(self) -> None:

@@ -24,6 +24,7 @@ from transportkit.session.inlet import Inlet
 from transportkit.session.joining import Joined, Joining
 from transportkit.session.leases import Lease
 from transportkit.session.options import Options, hello, options
+from transportkit.session.peers import SilentPeerError
 from transportkit.session.receiving import Memory, Receiving
 from transportkit.session.sinks import IntoFunction, IntoTarget, Leased, Owned, Sink, ours, told
 from transportkit.site import read_site
@@ -78,6 +79,7 @@ class Receiver:
         self._inherited = inherited
         self._inlet = Inlet(link, wanted.timeout)
         self._memory = Memory()
+        self._joining: Joining | None = None
         self._joined: Joined | None = None
         self._version: int | None = None
         self._last: Update | None = None
@@ -208,12 +210,11 @@ class Receiver:
         if not callable(function):
             raise UsageError(f"apply() takes a callable, not {function!r}")
         with self._guard.call("apply"):
-            chunk_bytes = self._join().terms.chunk_bytes
-            device = self._options.device
-            with self._updating(lambda: IntoFunction(function, device, chunk_bytes), wait, progress) as (
-                receiving,
-                sink,
-            ):
+
+            def make() -> IntoFunction:
+                return IntoFunction(function, self._options.device, self._join().terms.chunk_bytes)
+
+            with self._updating(make, wait, progress) as (receiving, sink):
                 return self._fill(receiving, sink)
 
     def receive(self, *, wait: float | None = None, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -290,9 +291,9 @@ class Receiver:
         self, make: Callable[[], S], wait: float | None, progress: Progress | None
     ) -> Iterator[tuple[Receiving, S]]:
         """Around one update: waits for it to begin, and tells the sender of whatever ends it early."""
-        self._join()
         wait = self._options.wait if wait is None else wait
         deadline = Deadline(wait, f"update from {self._inlet.name}", "wait")
+        self._join(deadline)
         sink = make()
         receiving = self._new(progress)
         self._wait(receiving, deadline)
@@ -365,15 +366,20 @@ class Receiver:
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
-    def _join(self) -> Joined:
+    def _join(self, deadline: Deadline | None = None) -> Joined:
         if self._joined is None:
             link = self._inlet.link
+            if deadline is None:
+                deadline = Deadline(self._options.wait, f"word from {self._inlet.name}", "wait")
             try:
-                choice = choose(read_site(link.kind), self._options.backends)
-                greeting = hello("receiver", self._options, choice, link.kind)
-                self._joined = Joining(self._inlet, greeting, choice, self._inherited, self._options.wait).run()
+                if self._joining is None:
+                    choice = choose(read_site(link.kind), self._options.backends)
+                    greeting = hello("receiver", self._options, choice, link.kind)
+                    self._joining = Joining(self._inlet, greeting, choice, self._inherited)
+                self._joined = self._joining.run(deadline)
             except BaseException as error:
-                self._end(error)
+                if not isinstance(error, DeadlineError) or isinstance(error, SilentPeerError):
+                    self._end(error)
                 raise
             link.renew_on_progress = True
         return self._joined

@@ -20,9 +20,10 @@ from transportkit.errors import (
 from transportkit.registry import choose
 from transportkit.session.gathering import Gathering
 from transportkit.session.guard import Guard
+from transportkit.session.lane import acknowledge
 from transportkit.session.opening import Opening
 from transportkit.session.options import Options, hello, options
-from transportkit.session.peers import Peers, code_of
+from transportkit.session.peers import Peers, code_of, unexpected
 from transportkit.session.sending import Plans, Sending
 from transportkit.session.sources import Post, Source, Static, resolve
 from transportkit.site import read_site
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from transportkit.manifest import Layout
     from transportkit.session.lane import Lane
     from transportkit.session.options import Progress
+    from transportkit.session.peers import Peer
     from transportkit.session.results import Report
     from transportkit.wire import Agreement
 
@@ -74,7 +76,11 @@ class Sender:
         self = cls.__new__(cls)
         self._prepare(address.partition(":")[0], receivers, wanted, {})
         self._links = []
-        self._address = self._gathering.listen(address, wanted.authkey, wanted.timeout)
+        try:
+            self._address = self._gathering.listen(address, wanted.authkey, wanted.timeout)
+        except BaseException:
+            self._gathering.close()
+            raise
         return self
 
     def _start(self, links: list[Link], wanted: Options, inherited: dict[str, object]) -> None:
@@ -135,6 +141,7 @@ class Sender:
 
     def abort(self) -> None:
         """End the session at once, from any thread: a running call raises `ClosedError`. Never blocks."""
+        self._gathering.abort()
         for peer in list(self._peers):
             peer.link.abort()
         for lane in list(self._lanes):
@@ -190,7 +197,9 @@ class Sender:
             raise UsageError(f"version must be an integer from 0 to 2**63 - 1, not {version!r}")
         data = _metadata(metadata)
         with self._guard.call("send"):
-            self._open()
+            wait = self._options.wait if wait is None else wait
+            deadline = Deadline(wait, "receiver ready for the update", "wait")
+            self._open(deadline)
             resolved = resolve(source, post, self._previous)
             self._updates += 1
             sending = Sending(
@@ -202,16 +211,28 @@ class Sender:
                 self._plans,
                 data,
                 progress or self._options.progress,
-                self._options.wait if wait is None else wait,
+                deadline,
             )
             try:
                 report = sending.run()
             except BaseException as error:
                 self._failed(sending, error)
                 raise
+            finally:
+                self._peers.on_message = self._take_late
             self._version = report.version
             self._previous = resolved.manifest.layout if isinstance(resolved, Static) else None
             return report
+
+    def _take_late(self, peer: Peer, message: wire.Message) -> None:
+        """What a receiver still says of updates that are over: of leases that it held, and of what it failed in."""
+        match message:
+            case wire.Ack():
+                acknowledge(self._lanes, message, peer.number)
+            case wire.Present() | wire.Accept() | wire.Applied() | wire.Failed():
+                pass
+            case _:
+                raise unexpected(message, peer.name)
 
     def _failed(self, sending: Sending, error: BaseException) -> None:
         """An update ended early: the receivers are told, and the session is as before or closed."""
@@ -231,13 +252,19 @@ class Sender:
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
+    def _open(self, deadline: Deadline | None = None) -> None:
         if self._agreement is not None:
             return
-        for link in self._links:
-            self._gathering.seat(link)
-        self._links = []
-        self._gathering.wait(Deadline(self._options.wait, "receiver, or not enough of them,", "wait"))
+        if deadline is None:
+            deadline = Deadline(self._options.wait, "receiver, or not enough of them,", "wait")
+        try:
+            while self._links:
+                self._gathering.seat(self._links.pop(0))
+            self._gathering.wait(deadline)
+        except BaseException as error:
+            if self._gathering.short:
+                self._end(error)
+            raise
         try:
             self._agreement, self._lanes = Opening(self._peers, self._hello, self._choice, self._inherited).run()
         except BaseException as error:

@@ -23,7 +23,7 @@ from transportkit.errors import (
 from transportkit.manifest import manifest_id, nbytes, wire_nbytes
 from transportkit.packing import Packer, pack_piece
 from transportkit.session.lane import Lane, acknowledge
-from transportkit.session.peers import SilentPeerError
+from transportkit.session.peers import SilentPeerError, code_of
 from transportkit.session.results import Report
 from transportkit.session.sources import Static, Streamed
 
@@ -82,7 +82,7 @@ class Sending:
         plans: kept by the session.
         metadata: travels with it.
         progress: called after each chunk.
-        wait: bounds waiting for the receivers to begin, in seconds; None does not.
+        deadline: bounds waiting for the receivers to begin.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Sending:
         plans: Plans,
         metadata: Mapping[str, str],
         progress: Progress | None,
-        wait: float | None,
+        deadline: Deadline,
     ) -> None:
         self._number = number
         self._version = version
@@ -105,7 +105,7 @@ class Sending:
         self._plans = plans
         self._metadata = dict(metadata)
         self._progress = progress
-        self._wait = wait
+        self._deadline = deadline
         self._begun: set[int] = set()
         self._present: set[int] = set()
         self._accepted: set[int] = set()
@@ -153,7 +153,7 @@ class Sending:
             stream.abandon()
         for peer in self._peers:
             peer.manifest_id = ""
-        message = wire.Aborted(self._number, type(error).__name__, str(error), withdrawn=not self.began)
+        message = wire.Aborted(self._number, code_of(error), str(error), withdrawn=not self.began)
         for peer in [peer for peer in self._peers if peer.number in self._begun]:
             with contextlib.suppress(TransportKitError):
                 self._peers.send(peer, message)
@@ -186,7 +186,7 @@ class Sending:
     # -- the steps ----------------------------------------------------------------------------------------------------
 
     def _begin(self, specs: tuple[TensorSpec, ...] | None, identity: str) -> None:
-        deadline = Deadline(self._wait, "receiver ready for the update", "wait")
+        deadline = self._deadline
         self._peers.wait(
             lambda: all(peer.ready for peer in self._peers),
             lambda: [peer.number for peer in self._peers if not peer.ready],

@@ -93,6 +93,7 @@ class Deaths(Subject):
                 assert sender.agreement.backend(0) == self.subject().name
                 Call(sender.send, tensors).result(self.patience)
                 assert differing(child.result(self.patience), expected) == []
+            del sender
 
     # -- death --------------------------------------------------------------------------------------------------------
 
