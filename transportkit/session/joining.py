@@ -23,7 +23,7 @@ from transportkit.errors import (
 )
 from transportkit.handshake import Conversation, State, peer_text, verify
 from transportkit.lifecycle import Imported, Imports, memory_of, translated
-from transportkit.session.peers import SilentPeerError
+from transportkit.session.peers import BEATS, SilentPeerError
 from transportkit.session.wiring import LinkWiring
 
 if TYPE_CHECKING:
