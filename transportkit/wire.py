@@ -524,7 +524,8 @@ def _explain(frame: bytes | bytearray | memoryview, error: Exception) -> NoRetur
     try:
         head = _envelope.decode(frame)
     except (msgspec.MsgspecError, OverflowError, RecursionError, ValueError):
-        raise ProtocolError(f"the peer sent a frame that is no message of ours: {error}") from error
+        ours = _range(PROTOCOL_OLDEST, PROTOCOL_NEWEST)
+        raise ProtocolError(f"the peer sent no message of protocol {ours}, which this side speaks: {error}") from error
     if head.protocol_oldest is not None and head.protocol_newest is not None:
         check_versions(head.protocol_oldest, head.protocol_newest)
         versions = f" (peer speaks protocol {_range(head.protocol_oldest, head.protocol_newest)}, "

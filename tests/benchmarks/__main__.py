@@ -1,8 +1,8 @@
 """Prints each performance target beside what this machine reaches, and the baseline measured in the same run.
 
-``python tests/benchmarks [ROW ...]`` measures the rows whose names contain one of the arguments, by default all. A ratio is
-baseline time over our time, so that more is better, unless the row says otherwise. Baselines and our own runs alternate, and
-medians are taken, since shared machines drift.
+``python tests/benchmarks [ROW ...]`` measures the rows whose names contain one of the arguments, by default all. A
+ratio is baseline time over our time, so that more is better, unless the row says otherwise. Baselines and our own runs
+alternate, and medians are taken, since shared machines drift.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from receivers import Session, grow, handshake
 from workloads import MIB, copy_seconds, large, nbytes, pipe_seconds, queue_seconds, small, socket_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 ROUNDS = 3
 UPDATES = 5
@@ -33,19 +35,29 @@ def main() -> None:
                 print(line, flush=True)
 
 
-def rate(session: Session, total: int, baseline: Callable[[], float], what: str, target: float) -> Iterator[str]:
+def rate(
+    session: Session,
+    total: int,
+    baseline: Callable[[], float],
+    what: str,
+    target: float,
+    send: Callable[[], float] | None = None,
+) -> Iterator[str]:
     """A row that compares updates with a baseline over the same bytes, in turns."""
-    session.send()
-    session.send()
+    send = send or session.send
+    send()
+    send()
     ours, theirs = [], []
     for _ in range(ROUNDS):
         theirs.append(baseline())
-        ours.append(statistics.median(session.send().seconds for _ in range(UPDATES)))
+        ours.append(statistics.median(send() for _ in range(UPDATES)))
     session.close()
     mine, other = statistics.median(ours), statistics.median(theirs)
-    yield (
-        f"| {what} | >= {target:g} | {other / mine:.2f} | {total / mine / 1e9:.2f} GB/s | {total / other / 1e9:.2f} GB/s |"
-    )
+    yield f"| {what} | >= {target:g} | {other / mine:.2f} | {speed(total, mine)} | {speed(total, other)} |"
+
+
+def speed(total: int, seconds: float) -> str:
+    return f"{total / seconds / 1e9:.2f} GB/s"
 
 
 def shm_rows() -> Iterator[str]:
@@ -70,22 +82,7 @@ def queue_row() -> Iterator[str]:
     source = large()
     session = Session(source, "load", backends=["shm"], checksum=False)
     what = "shm, tensors made anew each time, no checksum; torch.multiprocessing queue"
-    send = session.send
-    session.send = lambda: fresh(session, send)  # type: ignore[method-assign]
-    yield from rate(session, nbytes(source), lambda: queue_seconds(source, 3), what, 3)
-
-
-def fresh(session: Session, send: Callable[[], object]) -> object:
-    start = time.perf_counter()
-    report = session.sender.send((name, tensor.clone()) for name, tensor in session.source.items())
-    del send
-    return Timed(time.perf_counter() - start, report)
-
-
-class Timed:
-    def __init__(self, seconds: float, report: object) -> None:
-        self.seconds = seconds
-        self.report = report
+    yield from rate(session, nbytes(source), lambda: queue_seconds(source, 3), what, 3, send=session.send_fresh)
 
 
 def pickle_rows() -> Iterator[str]:

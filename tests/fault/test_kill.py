@@ -286,8 +286,8 @@ def test_a_pair_whose_child_dies(backend: str) -> None:
     sender, receiver = tk.pair(context, backends=[backend], **SIZES)
     child = context.Process(target=killed_pair, args=(receiver,))
     child.start()
+    receiver.close()  # this process's unused copy only
     try:
-        receiver.close()  # this process's unused copy only
         error, moment = caught(lambda: [sender.send(model()) for _ in range(1000)])
         child.join(10)
         assert child.exitcode == -signal.SIGKILL

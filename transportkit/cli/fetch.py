@@ -51,19 +51,18 @@ def _take(receiver: Receiver, file: Unfinished, tick: Tick) -> Update:
     leases = iter(receiver.chunks(progress=tick))
     writer: _Placed | _Spooled | None = None
     with contextlib.ExitStack() as stack:
-        update = None
-        while update is None:
+        while True:
             try:
                 lease = next(leases)
             except StopIteration as end:
                 update = cast("Update", end.value)
-            else:
-                writer = writer or _begin(receiver, file, stack)
-                writer.take(lease)
+                break
+            writer = writer or _begin(receiver, file, stack)
+            writer.take(lease)
         if writer is None:  # an update without a single tensor has no chunk
             writer = _Placed(file, (), update.metadata)
         writer.finish(update)
-    return update
+        return update
 
 
 def _begin(receiver: Receiver, file: Unfinished, stack: contextlib.ExitStack) -> _Placed | _Spooled:

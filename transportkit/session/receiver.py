@@ -249,7 +249,7 @@ class Receiver:
                         sink.write(chunk, pieces)
                     del chunk
                     yield from sink.ready()
-            self._applied(receiving, sink)
+            return self._applied(receiving, sink)
 
     def _chunks(self, wait: float | None, progress: Progress | None) -> Iterator[Lease]:
         with self._guard.call("chunks"), self._updating(Leased, wait, progress) as (receiving, sink):
@@ -260,7 +260,7 @@ class Receiver:
                         yield lease
                     finally:
                         lease.end()
-            self._applied(receiving, sink)
+            return self._applied(receiving, sink)
 
     # -- one update ---------------------------------------------------------------------------------------------------
 

@@ -114,12 +114,12 @@ class Sending:
         self._streams: list[_Stream] = []
         self._total: int | None = None
         self._sent = 0
+        self._start = 0.0
         self.began = False
         """Whether every receiver is in it; before that it can be taken back."""
 
     def run(self) -> Report:
         """Carry the update out. Raises whatever ended it; the receivers know nothing of that yet, see `abort`."""
-        start = time.monotonic()
         self._peers.on_message = self._take
         for peer in self._peers:
             peer.waited = 0.0
@@ -140,7 +140,7 @@ class Sending:
         return Report(
             version=self._version,
             nbytes=self._sent,
-            seconds=time.monotonic() - start,
+            seconds=time.monotonic() - self._start,
             chunks={n: s.seq for s in self._streams for n in s.lane.receivers},
             backends={n: lane.backend for lane in self._lanes for n in lane.receivers},
             tensors=len(sent),
@@ -193,6 +193,7 @@ class Sending:
             "word",
             deadline=deadline,
         )
+        self._start = time.monotonic()
         for peer in self._peers:
             peer.ready = False
             self._begun.add(peer.number)
