@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from transportkit.errors import BackendError, LeaseError, ProtocolError
 from transportkit.lifecycle import Imported, Imports, Landing, SlotPool, host_slots, memory_of, translated
 from transportkit.transport import Importer
 from transportkit.wire import Chunk, Location
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from msgspec import Raw
@@ -268,7 +267,6 @@ class Lives(RuleBasedStateMachine):
             self.cache.retire(chunk)
         self.open.clear()
         self.kept.clear()
-        gc.collect()
         self.cache.settle()
         assert self.pool.free == self.SLOTS
         self.cache.close()
