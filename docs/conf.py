@@ -26,3 +26,4 @@ napoleon_numpy_docstring = False
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
+autoclass_content = "both"

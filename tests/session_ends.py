@@ -12,6 +12,7 @@ import errno
 import faulthandler
 import gc
 import importlib
+import logging
 import multiprocessing
 import os
 import shutil
@@ -167,6 +168,49 @@ class Child:
             self._end = (kind, *value)
 
 
+class Remote(Child):
+    """A process that holds one end of a session and does with it what it is told.
+
+    Args:
+        side: ``"receive"`` or ``"send"``.
+        keywords: of `connect` or `serve`.
+    """
+
+    def __init__(self, side: str, address: str, env: dict[str, str | None] | None = None, **keywords: Any) -> None:
+        super().__init__(_obey, side, address, {"wait": 20, "timeout": 20} | keywords, env=env)
+
+    def start(self, function: Callable[..., object], *args: Any) -> Remote:
+        """Have it call ``function(session, *args)``; the function is at the top of a module."""
+        self.tell((function, args))
+        return self
+
+    def answer(self, timeout: float = PATIENCE) -> Any:
+        """What that call returned; raises what it raised."""
+        kind, value = self.heard(timeout)
+        if kind == "raised":
+            raise value
+        return value
+
+    def finish(self) -> None:
+        """Let it close its session and end, and see that it left nothing behind."""
+        self.tell(None)
+        self.result()
+        if (code := self.join()) != 0:
+            raise ChildError(f"process {self.pid} ended with {code}")
+
+
+def _obey(talk: Talk, side: str, address: str, keywords: dict[str, Any]) -> None:
+    opened: Any = tk.connect(address, **keywords) if side == "receive" else tk.serve(address, **keywords)
+    with opened as session:
+        while (command := talk.hear()) is not None:
+            function, args = command
+            try:
+                outcome: tuple[str, Any] = ("returned", function(session, *args))
+            except BaseException as error:
+                outcome = ("raised", _bare(error))
+            talk.say(outcome)
+
+
 def _run(
     connection: Connection,
     function: Callable[..., object],
@@ -177,6 +221,8 @@ def _run(
     warnings.simplefilter("error")
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # to look at a child that hangs
     threading.excepthook = _told_by_exit  # type: ignore[assignment]
+    logging.getLogger("transportkit").addHandler(_Formatting())
+    logging.getLogger("transportkit").setLevel(logging.DEBUG)
     for name, value in env.items():
         if value is None:
             os.environ.pop(name, None)
@@ -195,6 +241,13 @@ def _run(
         connection.send((*outcome, left))
     except (TypeError, AttributeError, ValueError) as error:
         connection.send(("raised", ChildError(f"{outcome!r} cannot travel: {error}"), left))
+
+
+class _Formatting(logging.Handler):
+    """Formats every record, so that one that cannot be formatted ends its test."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        record.getMessage()
 
 
 def _told_by_exit(hook: threading.ExceptHookArgs) -> None:
@@ -347,6 +400,13 @@ def caught(function: Callable[..., object], *args: Any, **keywords: Any) -> tupl
         assert isinstance(bare, tk.TransportKitError)
         return bare, now
     raise ChildError(f"no error, but {value!r}")
+
+
+def load(receiver: tk.Receiver, seed: int = 7, keywords: dict[str, Any] | None = None) -> tuple[list[str], tk.Update]:
+    """Take one update of `model` into new targets: the names that came wrong, and the update."""
+    target = zeros(seed)
+    update = receiver.load_into(target, **keywords or {})
+    return differing(target, model(seed)), update
 
 
 # -- whole sides ------------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ The conversation between a sender (S) and one receiver (R)::
     PROVEN      S agreed --> AGREED          S proposal --> PROPOSED  (another receiver's trial failed)
     any         waiting --> same state       S refusal, bye of either --> ENDED
 
-A sender that gives a trial up sends the next proposal at once, so answers to the old one may still arrive: every answer
-carries the number of its proposal (``attempt``), and stale ones are dropped before they reach the table.
+A sender that gives a trial up sends the next proposal at once, so answers to the old one may still arrive; likewise what
+it sent before it heard that its proposal was declined. Each carries the number of its proposal (``attempt``), and stale
+ones are dropped before they reach the table.
 """
 
 from __future__ import annotations
@@ -137,12 +138,21 @@ class Conversation:
 
     def _stale(self, message: Message) -> bool:
         match message:
-            case Joined() | Declined() | Connect() | Proof():
+            case Connect():
+                return message.attempt < self.attempt + self._declined
+            case Chunk():
+                return message.update < 0 and -message.update < self.attempt + self._declined
+            case Joined() | Declined() | Proof():
                 return message.attempt < self.attempt
-            case Chunk() | Ack():
+            case Ack():
                 return message.update < 0 and -message.update < self.attempt
             case _:
                 return False
+
+    @property
+    def _declined(self) -> bool:
+        """Whether the last proposal was: what the sender sent before it heard of that may still arrive."""
+        return self.state is State.GREETED and self.attempt > 0
 
     def _step(self, role: Role, message: Message) -> None:
         following = TRANSITIONS.get((self.state, role, type(message)))

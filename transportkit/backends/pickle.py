@@ -107,11 +107,12 @@ class PickleExporter(Exporter):
         """Send the slot's first ``header.nbytes`` bytes. Raises what `Wiring.send_payload` raises."""
         if self._aborted:
             raise _stopped()
-        buffers: list[pickle.PickleBuffer] = []
-        value = (header.seq, header.nbytes, pickle.PickleBuffer(self._views[slot][: header.nbytes]))
-        stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        view = self._views[slot][: header.nbytes]
+        # No PickleBuffer may outlive this line: in a reference cycle (a traceback's, say) with its memoryview, the
+        # garbage collector clears the memoryview first and then crashes the process (seen in CPython 3.11).
+        stream = pickle.dumps((header.seq, header.nbytes, pickle.PickleBuffer(view)), 5, buffer_callback=lambda _: None)
         self._wiring.send_payload(header.receiver, [stream], deadline)
-        self._wiring.send_payload(header.receiver, [buffers[0].raw()], deadline)
+        self._wiring.send_payload(header.receiver, [view], deadline)
 
     def abort(self) -> None:
         self._aborted = True

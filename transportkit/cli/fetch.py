@@ -12,7 +12,7 @@ from transportkit.cli.terminal import bar, count, rate, say, size
 from transportkit.cli.unfinished import Unfinished
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Generator, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -48,21 +48,22 @@ def run(address: str, out: Path, keywords: dict[str, Any], *, quiet: bool) -> No
 
 def _take(receiver: Receiver, file: Unfinished, tick: Tick) -> Update:
     """Write the next update into the file, chunk by chunk."""
-    leases = iter(receiver.chunks(progress=tick))
     writer: _Placed | _Spooled | None = None
+    landed: list[Update] = []
     with contextlib.ExitStack() as stack:
-        while True:
-            try:
-                lease = next(leases)
-            except StopIteration as end:
-                update = cast("Update", end.value)
-                break
+        for lease in _leases(receiver, tick, landed):
             writer = writer or _begin(receiver, file, stack)
             writer.take(lease)
+        (update,) = landed
         if writer is None:  # an update without a single tensor has no chunk
             writer = _Placed(file, (), update.metadata)
         writer.finish(update)
-        return update
+    return update
+
+
+def _leases(receiver: Receiver, tick: Tick, landed: list[Update]) -> Iterator[Lease]:
+    """The leases of the next update; what `Receiver.chunks` returns at its end goes into a list."""
+    landed.append((yield from cast("Generator[Lease, None, Update]", receiver.chunks(progress=tick))))
 
 
 def _begin(receiver: Receiver, file: Unfinished, stack: contextlib.ExitStack) -> _Placed | _Spooled:

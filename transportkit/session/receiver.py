@@ -235,7 +235,7 @@ class Receiver:
         self._guard.check()
         return self._chunks(wait, progress)
 
-    def _receive(self, wait: float | None, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
+    def _receive(self, wait: float | None, progress: Progress | None) -> Generator[tuple[str, Tensor], None, Update]:
         with (
             self._guard.call("receive"),
             self._updating(lambda: Owned(self._options.device), wait, progress) as (
@@ -251,7 +251,7 @@ class Receiver:
                     yield from sink.ready()
             return self._applied(receiving, sink)
 
-    def _chunks(self, wait: float | None, progress: Progress | None) -> Iterator[Lease]:
+    def _chunks(self, wait: float | None, progress: Progress | None) -> Generator[Lease, None, Update]:
         with self._guard.call("chunks"), self._updating(Leased, wait, progress) as (receiving, sink):
             with contextlib.closing(self._walk(receiving, sink)) as walk:
                 for chunk, pieces in walk:

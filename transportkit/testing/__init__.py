@@ -10,23 +10,23 @@ Subclass `TransportConformance` in a test module, and run pytest::
 
 What a backend cannot do it says by further attributes, and the tests that need it are skipped with a reason:
 
-=================  ====================================================================================================
+=================  ===================================================================================================
 ``fan_out``        taken from the class: whether one exporter serves several importers
 ``device_slots``   taken from the class: whether slots are device memory, where no digests are taken
 ``same_process``   False where exporter and importer cannot live in one process (CUDA handles)
-``links``          the kinds of link on which two processes of a host can agree on it, of ``pair``, ``unix``, ``tcp``
+``links``          the kinds of link on which two processes can agree on it; default ``pair``, ``unix``, ``tcp``
 ``device``         where the tensors of both sides are; default ``"cpu"``
 ``options``        further keywords for sessions, ``{"allow_plaintext": True}``
 ``patience``       seconds after which a step counts as hung; default 15
 ``notice``         seconds within which a death, an abort or a deadline must be noticed; default 2
-=================  ====================================================================================================
+=================  ===================================================================================================
 
 Nothing in it waits without a bound: what hangs fails, and says where. It takes less than a minute on two cores.
 
 The tools of the suite serve other tests as well:
 
 - `Call`, `bounded`: a call on a thread, waited for within bounds;
-- `Child`, `in_process`, `report`, `hear`: a function in a process of its own, which can be talked to, stopped and killed;
+- `Child`, `in_process`, `report`, `hear`: a function in a process of its own, to be talked to, stopped or killed;
 - `installed`: backends that are no distribution's, registered for as long as a block takes;
 - `faulty`, `altered`, `recording`: a backend around another one, that fails or hangs at a chosen call, does something
   else there, or writes every call down; `in_update` for faults that spare the trial;

@@ -1,4 +1,4 @@
-"""A call on a thread of its own, waited for within bounds, so that what hangs fails instead; no process belongs here."""
+"""A call on a thread of its own, waited for within bounds, so that what hangs fails; no process belongs here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TransportConformance`: all tests that a backend must pass, as one class to be subclassed; the tests are in `suite`."""
+"""`TransportConformance`: all tests that a backend must pass, as one class to be subclassed; they are in `suite`."""
 
 from __future__ import annotations
 

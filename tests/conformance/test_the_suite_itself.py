@@ -1,0 +1,79 @@
+"""The conformance suite passes a sound backend, and catches each of the deliberately broken ones."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import broken_backends
+import pytest
+
+from transportkit.testing import TransportConformance
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytest_plugins = ["pytester"]
+
+
+class TestLocal(TransportConformance):
+    """A backend that is not installed, and that works within one process only."""
+
+    transport = broken_backends.LocalTransport
+    links = ()
+
+
+#: What is wrong, and tests of the suite that must find it.
+CAUGHT = {
+    "DroppedBytes": ["test_every_value_arrives", "test_the_next_chunk_does_not_reach_the_last"],
+    "WrongOffset": ["test_every_value_arrives", "test_every_slot_carries_every_length"],
+    "ChangedUnderALease": ["test_an_open_chunk_keeps_its_bytes", "test_a_kept_lease_withholds_its_slot"],
+    "NoPublish": ["test_every_slot_carries_every_length", "test_updates_without_bytes"],
+    "AttachedAgain": ["test_an_export_is_attached_once", "test_every_call_has_its_counterpart"],
+    "NoRelease": ["test_every_slot_carries_every_length", "test_large_tensors_arrive"],
+    "Leaking": ["test_twenty_lanes_leave_nothing", "test_many_sessions_leave_nothing"],
+    "Unmapped": ["test_views_stay_readable_when_all_is_closed", "test_views_outlive_the_session"],
+    "HangsInOpen": ["test_large_tensors_arrive"],
+    "Deaf": ["test_a_stalled_peer_costs_no_more_than_the_deadline", "test_abort_frees_a_call_from_another_thread"],
+    "BlocksInAbort": ["test_abort_frees_a_call_from_another_thread"],
+    "NativeError": ["test_a_header_that_does_not_hold_is_refused"],
+    "CloseTwice": ["test_close_is_idempotent_at_any_time"],
+    "LeavesAfterProbe": ["test_probe_is_cheap_and_leaves_nothing"],
+    "SlowProbe": ["test_probe_is_cheap_and_leaves_nothing"],
+    "NoReason": ["test_match_is_pure_and_has_its_reasons"],
+    "Moody": ["test_match_is_pure_and_has_its_reasons"],
+    "Misaligned": ["test_slots_are_as_the_terms_say"],
+    "Overlapping": ["test_slots_are_as_the_terms_say"],
+}
+
+
+@pytest.fixture
+def _descriptors_closed() -> Iterator[None]:
+    yield
+    while broken_backends._left:
+        os.close(broken_backends._left.pop())
+
+
+@pytest.mark.usefixtures("_descriptors_closed")
+@pytest.mark.parametrize("fault", CAUGHT)
+def test_the_suite_catches(fault: str, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        f"""
+        import broken_backends
+        from transportkit.testing import TransportConformance
+
+        class TestBroken(TransportConformance):
+            transport = broken_backends.{fault}
+            patience = 2.0
+            notice = 1.0
+            links = ()
+        """
+    )
+    for test in CAUGHT[fault]:
+        result = pytester.inline_run("-x", "-p", "no:cacheprovider", "-k", test)
+        assert result.getfailures(), f"{test} passes over {fault}"
+
+
+def test_every_fault_is_tried() -> None:
+    made = {name for name, value in vars(broken_backends).items() if getattr(value, "name", "") == "broken"}
+    assert made == set(CAUGHT)
