@@ -149,7 +149,11 @@ class Child:
     def __enter__(self) -> Child:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is not None:
+            with contextlib.suppress(ChildError):
+                self._listen(0.1)
+            error.add_note(f"process {self.pid} said {self._said} and ended with {self._end}")
         self.end()
 
     def _listen(self, timeout: float) -> None:

@@ -42,7 +42,19 @@ if TYPE_CHECKING:
         UsageError,
         VersionError,
     )
-    from transportkit.session import Receiver, Report, Sender, Source, Update, connect, pair, serve
+    from transportkit.session import (
+        Incoming,
+        Lease,
+        Receiver,
+        Report,
+        Sender,
+        Source,
+        Update,
+        connect,
+        inspect,
+        pair,
+        serve,
+    )
     from transportkit.wire import Agreement, TensorSpec
 
 __all__ = [
@@ -57,7 +69,9 @@ __all__ = [
     "DuplicateBackendError",
     "DuplicateNameError",
     "ForkedError",
+    "Incoming",
     "IntegrityError",
+    "Lease",
     "LeaseError",
     "NegotiationError",
     "PeerClosedError",
@@ -83,12 +97,14 @@ __all__ = [
     "VersionError",
     "__version__",
     "connect",
+    "inspect",
     "pair",
     "serve",
 ]
 
 _HOMES = {
-    **dict.fromkeys(["Receiver", "Report", "Sender", "Source", "Update", "connect", "pair", "serve"], "session"),
+    **dict.fromkeys(["Incoming", "Lease", "Receiver", "Report", "Sender", "Source", "Update"], "session"),
+    **dict.fromkeys(["connect", "inspect", "pair", "serve"], "session"),
     **dict.fromkeys(["Agreement", "TensorSpec"], "wire"),
 }
 

@@ -14,9 +14,9 @@ The conversation between a sender (S) and one receiver (R)::
     PROVEN      S agreed --> AGREED          S proposal --> PROPOSED  (another receiver's trial failed)
     any         waiting --> same state       S refusal, bye of either --> ENDED
 
-A sender that gives a trial up sends the next proposal at once, so answers to the old one may still arrive; likewise what
-it sent before it heard that its proposal was declined. Each carries the number of its proposal (``attempt``), and stale
-ones are dropped before they reach the table.
+A sender that gives a trial up sends the next proposal at once, so answers to the old one may still arrive; likewise
+what it sent before it heard that its proposal was declined. Each carries the number of its proposal (``attempt``),
+and stale ones are dropped before they reach the table.
 """
 
 from __future__ import annotations
@@ -232,6 +232,8 @@ def judge(
             return Mismatch(end)
     if transport is None:
         return Mismatch("not loaded here")
+    if sender.byteorder != receiver.byteorder:
+        return Mismatch(f"the sender is {sender.byteorder}-endian, the receiver {receiver.byteorder}-endian")
     digest = digest_of(transport, sender, receiver)
     if digest is None:
         return Mismatch("its slots are device memory, where no digests are taken; leave `checksum=True` away to use it")

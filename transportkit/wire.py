@@ -139,6 +139,8 @@ class Hello(Struct, frozen=True, tag="hello"):
     limits: Limits
     wishes: Wishes
     intent: Literal["transfer", "inspect"] = "transfer"
+    byteorder: Literal["little", "big"] = "little"
+    """Of the elements in memory; tensors travel as they lie there."""
     timeout: Annotated[float, Meta(gt=0)] = 60.0
     """How long this side waits without progress, in seconds; the other says more often than that that it is alive."""
 
@@ -178,9 +180,13 @@ class Agreement(Struct, frozen=True):
     sender: str
     assignments: tuple[Assignment, ...]
 
-    def backend(self, receiver: int = 0) -> str:
-        """The name of the backend that serves this receiver."""
-        return next(a.backend for a in self.assignments if a.receiver == receiver)
+    def backend(self, receiver: int | None = None) -> str:
+        """The name of the backend that serves this receiver; by default the first one, which a receiver is itself."""
+        return next(a.backend for a in self.assignments if receiver is None or a.receiver == receiver)
+
+    def only(self, receiver: int) -> Agreement:
+        """The part that concerns one receiver: all that it is told, since a thousand others may be there."""
+        return Agreement(self.session, self.sender, tuple(a for a in self.assignments if a.receiver == receiver))
 
     def __str__(self) -> str:
         lines = []

@@ -55,15 +55,15 @@ class LocalImporter(Importer):
     def attach(self, handle: Raw):
         number = decode_as(int, handle)
         if number not in _exports:
-            raise ProtocolError(f"there is no export {number}")
+            raise BackendError(f"there is no export {number}")
         return _exports[number]
 
     def open(self, header, attached, deadline):
         if attached is None:
-            raise ProtocolError("the header names no export")
+            raise BackendError("the header names no export")
         start, end = header.location.offset, header.location.offset + header.nbytes
         if not 0 <= start <= end <= attached.numel():
-            raise ProtocolError(f"bytes {start} to {end} of an export of {attached.numel()}")
+            raise BackendError(f"bytes {start} to {end} of an export of {attached.numel()}")
         return attached[start:end]
 
 

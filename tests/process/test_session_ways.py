@@ -38,9 +38,9 @@ class Tied(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.embedding = nn.Embedding(50, 16)
-        self.mixer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+        self.mixer = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.LayerNorm(16))
         self.norm = nn.BatchNorm1d(16)
-        self.half = nn.Linear(16, 16, bias=False).to(torch.bfloat16)
+        self.low = nn.Linear(16, 16, bias=False).to(torch.bfloat16)
         self.scale = nn.Parameter(torch.tensor(1.5 + seed))
         self.head = nn.Linear(16, 50, bias=False)
         self.head.weight = self.embedding.weight
@@ -48,7 +48,7 @@ class Tied(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.mixer(self.embedding(tokens)) * self.scale
         hidden = self.norm(hidden.flatten(0, 1)).view_as(hidden)
-        hidden = hidden + self.half(hidden.to(torch.bfloat16)).float()
+        hidden = hidden + self.low(hidden.to(torch.bfloat16)).float()
         return self.head(hidden)
 
 
@@ -252,7 +252,7 @@ def test_strict_and_cast(folder: Path, backend: str, streamed: bool) -> None:
             assert isinstance(error, tk.PeerFailedError)
             assert error.code == "TargetError"
             assert "only there" in error.text
-            assert bool(error.torn) == streamed or not streamed
+            assert error.torn == ()  # all three came in one chunk, refused before any of it was written
             theirs, _, values = remote.answer()
             assert isinstance(theirs, tk.TargetError)
             assert theirs.tensor == "only there"

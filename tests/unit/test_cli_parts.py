@@ -109,6 +109,8 @@ def test_wrong_usage_is_2(line: str, tmp_path: Path, capsys: pytest.CaptureFixtu
         ("fetch unix:w missing/out", "there is no directory"),
         ("fetch unix:w .", "no regular file"),
         ("fetch unix:w fifo", "no regular file"),
+        ("demo nothing", "cannot read nothing: No such file"),
+        ("demo .", "no regular file"),
         ("doctor unix:w --wait 0.1", "nobody listens on unix:"),
     ],
 )

@@ -53,6 +53,10 @@ def run(file: Path | None, size: int, updates: int, keywords: dict[str, Any], *,
         CommandError: one of the two failed, or what arrived differs from what was sent.
     """
     require("safetensors", "numpy", "rich")
+    if file is not None and not file.is_file():
+        raise CommandError(
+            f"cannot read {file}: {'it is no regular file' if file.exists() else 'No such file or directory'}"
+        )
     watched = not quiet and sys.stderr is not None and sys.stderr.isatty()
     with tempfile.TemporaryDirectory(prefix="transportkit-") as folder:
         assignment = Assignment(f"unix:{folder}/demo.sock", file, size, updates, keywords, watched)

@@ -52,6 +52,8 @@ class Link(abc.ABC):
     """The absolute path of the link's unix socket; empty where there is none."""
     peer: str
     """Who is at the other end, in words; whoever learns more may set it."""
+    control_limit: int = CONTROL_FRAME_LIMIT
+    """Longest control frame that may come, in bytes; smaller while nothing is agreed."""
     renew_on_progress: bool = False
     """Whether every byte moved renews the deadline, which then bounds the lack of progress; else it bounds the call."""
 

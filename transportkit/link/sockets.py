@@ -40,9 +40,6 @@ _UNIX_BUFFER = 212992
 class SocketLink(Link):
     """A link over a connected stream socket, which it owns; made by `over`."""
 
-    control_limit: int = CONTROL_FRAME_LIMIT
-    """Longest control frame, in bytes, for the rest of which `poll` waits; `recv` has its own limit."""
-
     def __init__(self, sock: socket.socket, kind: str, peer: str, path: str, ahead: bytes) -> None:
         self.kind = kind
         self.path = path

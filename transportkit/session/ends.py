@@ -17,6 +17,7 @@ from transportkit.link import CustomLink, Link, SocketLink, pair_sockets
 from transportkit.listener import dial
 from transportkit.registry import choose
 from transportkit.session.inlet import Inlet
+from transportkit.session.joining import refused
 from transportkit.session.options import Options, hello, options
 from transportkit.session.receiver import Receiver
 from transportkit.session.sender import Sender
@@ -74,7 +75,7 @@ def connect(address: str, **keywords: Any) -> Receiver:
     """
     wanted = options(keywords)
     choose(read_site(address.partition(":")[0]), wanted.backends)
-    link = dial(address, authkey=wanted.authkey, timeout=wanted.timeout, wait=wanted.wait)
+    link = dial(address, authkey=wanted.authkey, timeout=wanted.timeout, wait=wanted.wait, user_timeout=wanted.timeout)
     receiver = Receiver.over(link, wanted, {})
     try:
         receiver.join()
@@ -90,19 +91,22 @@ def inspect(address: str, **keywords: Any) -> wire.Inspected:
     """
     wanted = options(keywords)
     choice = choose(read_site(address.partition(":")[0]), wanted.backends)
-    link = dial(address, authkey=wanted.authkey, timeout=wanted.timeout, wait=wanted.wait)
+    link = dial(address, authkey=wanted.authkey, timeout=wanted.timeout, wait=wanted.wait, user_timeout=wanted.timeout)
     try:
         inlet = Inlet(link, wanted.timeout)
         inlet.send(hello("receiver", wanted, choice, link.kind, "inspect"))
         deadline = Deadline(wanted.timeout, f"answer from {link.peer}")
         while True:
-            match inlet.next(deadline):
-                case wire.Inspected() as answer:
+            answer = inlet.next(deadline)
+            match answer:
+                case wire.Inspected():
                     return answer
                 case wire.Hello():
                     continue
-                case other:
-                    raise ProtocolError(f"{link.peer} answered with {type(other).__name__.lower()}")
+                case wire.Refusal():
+                    raise refused(answer, link.peer)
+                case _:
+                    raise ProtocolError(f"{link.peer} answered with {type(answer).__name__.lower()}")
     finally:
         link.close()
 

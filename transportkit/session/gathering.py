@@ -43,6 +43,7 @@ class Gathering:
         self._choice = choice
         self._arrived: collections.deque[tuple[Link, wire.Hello]] = collections.deque()
         self._taken = 0
+        self._lost = 0
         self._lock = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._listener: Listener | None = None
@@ -52,7 +53,7 @@ class Gathering:
     def listen(self, address: str, authkey: bytes | None, timeout: float) -> str:
         """Bind and start to listen; returns the address, with the port that was chosen."""
         self._listener = Listener(
-            address, authkey=authkey, timeout=timeout, on_arrival=self._arrive, on_failure=lambda *_: None
+            address, authkey=authkey, timeout=timeout, on_arrival=self._arrive, user_timeout=timeout
         )
         self._listener.start()
         return self._listener.address
@@ -60,7 +61,7 @@ class Gathering:
     @property
     def failures(self) -> int:
         """How many connections came to nothing before they were agreed."""
-        return 0 if self._listener is None else self._listener.failures
+        return self._lost + (0 if self._listener is None else self._listener.failures)
 
     @property
     def short(self) -> bool:
@@ -175,6 +176,7 @@ class Gathering:
         self._peers.remove(peer)
         if self._listener is None:
             raise error
+        self._lost += 1
         with self._lock:
             self._taken -= 1
 

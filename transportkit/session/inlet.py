@@ -44,6 +44,7 @@ class Inlet:
         self.link = link
         self.timeout = timeout
         self._ahead: collections.deque[wire.Message] = collections.deque()
+        link.control_limit = wire.HANDSHAKE_FRAME_LIMIT
         self.beat = timeout / BEATS
         """How often, at least, a wait tells the sender that this side is alive, in seconds."""
         self._beaten = time.monotonic()
@@ -140,4 +141,5 @@ class Inlet:
         return self._take()
 
     def _take(self) -> wire.Message:
-        return wire.decode(self.link.recv(Deadline(self.timeout, f"rest of a message from {self.name}")))
+        deadline = Deadline(self.timeout, f"rest of a message from {self.name}")
+        return wire.decode(self.link.recv(deadline, self.link.control_limit))

@@ -223,14 +223,14 @@ class Joining:
             if self._conversation.received(message):
                 break
         if isinstance(message, wire.Refusal):
-            raise _refused(message, self._inlet.name)
+            raise refused(message, self._inlet.name)
         return message
 
     def _unexpected(self, message: wire.Message) -> NoReturn:
         raise ProtocolError(f"{self._inlet.name} sent {type(message).__name__.lower()} in the handshake")
 
 
-def _refused(refusal: wire.Refusal, name: str) -> Exception:
+def refused(refusal: wire.Refusal, name: str) -> Exception:
     text = f"{name} refused: {refusal.text}"
     match refusal.code:
         case "NegotiationError":

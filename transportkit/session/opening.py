@@ -82,7 +82,7 @@ class Opening:
                     raise NegotiationError(outcome.text, agreement=outcome.agreement)
                 if self._attempt_once(outcome):
                     for peer in self._peers:
-                        self._send(peer, wire.Agreed(outcome.agreement))
+                        self._send(peer, wire.Agreed(outcome.agreement.only(peer.number)))
                     return outcome.agreement, self._lanes
                 self._close_lanes()
         except BaseException:
@@ -113,7 +113,7 @@ class Opening:
                 return False
         for plan in outcome.lanes:
             for number, terms in plan.importers.items():
-                proposal = wire.Proposal(self._attempt, terms, outcome.agreement, invitations[number])
+                proposal = wire.Proposal(self._attempt, terms, outcome.agreement.only(number), invitations[number])
                 self._send(self._peers[number], proposal)
         self._wait_for(self._replies, before, "answer to the proposal")
         if len(self._strikes) > before:

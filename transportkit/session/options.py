@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -94,6 +95,7 @@ def hello(
             allow_plaintext=wanted.allow_plaintext,
         ),
         intent=intent,
+        byteorder=sys.byteorder,
         timeout=wanted.timeout,
     )
 

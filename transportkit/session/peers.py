@@ -45,6 +45,7 @@ class Peer:
         self.conversation = conversation
         self.heard = time.monotonic()
         self.waited = 0.0
+        link.control_limit = wire.HANDSHAKE_FRAME_LIMIT
         self.ready = False
         """Whether it has said that it waits for an update, and none was begun since."""
         self.gone: PeerError | None = None
@@ -139,7 +140,7 @@ class Peers:
         Raises what `on_message` raises, and `PeerError` where a peer is gone.
         """
         self._take_in()
-        self._check_present()
+        self._check_present(self)
 
     def wait(
         self,
@@ -153,7 +154,8 @@ class Peers:
 
         Args:
             until: looked at after every message.
-            debtors: the receivers that are waited for; each must be heard of within `timeout`.
+            debtors: the receivers that are waited for; each must be heard of within `timeout`, and be there. One that
+                has given its word may leave.
             what: what is waited for, in words.
             deadline: bounds the whole wait instead, whoever is heard of.
 
@@ -165,9 +167,9 @@ class Peers:
             self._take_in()
             if until():
                 return
-            self._check_present()
             now = time.monotonic()
             owing = [self._peers[n] for n in debtors() if n in self._peers]
+            self._check_present(owing)
             if deadline is not None:
                 deadline.check()
                 limit = deadline.remaining()
@@ -182,7 +184,7 @@ class Peers:
             self.keep_alive()
             pause = self.beat if limit is None else min(self.beat, limit)
             try:
-                wait_links([peer.link for peer in self], Deadline(pause, what))
+                wait_links([peer.link for peer in self if peer.gone is None], Deadline(pause, what))
             except DeadlineError:
                 pass
             for peer in owing:
@@ -206,7 +208,8 @@ class Peers:
             except PeerLostError as error:
                 peer.gone = error
                 return
-            frame = peer.link.recv(Deadline(self.timeout, f"rest of a message from {peer.name}"))
+            deadline = Deadline(self.timeout, f"rest of a message from {peer.name}")
+            frame = peer.link.recv(deadline, peer.link.control_limit)
             message = wire.decode(frame)
             if isinstance(message, wire.Waiting):
                 continue  # being alive is no progress: what it owes, it owes
@@ -223,8 +226,9 @@ class Peers:
         for peer in list(self):
             self.drain(peer)
 
-    def _check_present(self) -> None:
-        for peer in self:
+    @staticmethod
+    def _check_present(peers: Iterable[Peer]) -> None:
+        for peer in peers:
             if peer.gone is not None:
                 raise peer.gone
 

@@ -127,6 +127,11 @@ class Receiver:
         """How many slots are held back because tensors of earlier leases are alive."""
         return 0 if self._joined is None else self._joined.imports.held
 
+    @property
+    def closed(self) -> str | None:
+        """Why no further update can come over this session; None while it can."""
+        return self._guard.closed
+
     def abort(self) -> None:
         """End the session at once, from any thread: a running call raises `ClosedError`. Never blocks."""
         self._inlet.link.abort()
@@ -382,6 +387,7 @@ class Receiver:
                     self._end(error)
                 raise
             link.renew_on_progress = True
+            link.control_limit = wire.CONTROL_FRAME_LIMIT
         return self._joined
 
     def _finish(self, error: BaseException | None) -> None:

@@ -139,6 +139,11 @@ class Sender:
         """How many connections came to nothing before they were agreed: strangers, wrong keys, wrong versions."""
         return self._gathering.failures
 
+    @property
+    def closed(self) -> str | None:
+        """Why no further update can come over this session; None while it can."""
+        return self._guard.closed
+
     def abort(self) -> None:
         """End the session at once, from any thread: a running call raises `ClosedError`. Never blocks."""
         self._gathering.abort()
@@ -274,6 +279,7 @@ class Sender:
             raise
         for peer in self._peers:
             peer.link.renew_on_progress = True
+            peer.link.control_limit = wire.CONTROL_FRAME_LIMIT
 
     def _finish(self, error: BaseException | None) -> None:
         if self._guard.closed is not None:

@@ -168,10 +168,11 @@ class Sending:
 
     def last_words(self) -> str:
         """What a receiver that left its loop says of the reason, if it says anything soon; empty otherwise."""
-        if not any(failed.code == "LoopLeft" for failed in self._failed.values()):
+        left = [number for number, failed in self._failed.items() if failed.code == "LoopLeft"]
+        if not left:
             return ""
         try:
-            self._peers.wait(lambda: False, tuple, "last words", deadline=Deadline(LAST_WORDS, "last words"))
+            self._peers.wait(lambda: False, lambda: left, "last words", deadline=Deadline(LAST_WORDS, "last words"))
         except PeerFailedError as error:
             return f"{error.code}: {error.text}"
         except TransportKitError:

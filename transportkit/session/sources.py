@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
-from transportkit.errors import DuplicateNameError, SourceError, TargetError, TensorError, TransportKitError, UsageError
+from transportkit.errors import DuplicateNameError, SourceError, TensorError, TransportKitError, UsageError
 from transportkit.manifest import Layout, Manifest, check_specs, dtype_names, module_tensors, spec_of, static_manifest
 from transportkit.wire import TensorSpec
 
@@ -113,9 +113,8 @@ def _checked(
             if count >= len(manifest):
                 raise SourceError(f"{name}: the source yields more than the {len(manifest)} tensors of its manifest")
             if spec != manifest[count]:
-                raise TargetError(
-                    f"{name}: the source yields {_text(spec)}, its manifest has {_text(manifest[count])} here",
-                    tensor=name,
+                raise SourceError(
+                    f"{name}: the source yields {_text(spec)}, its manifest has {_text(manifest[count])} here"
                 )
         count += 1
         yield spec, tensor

@@ -47,6 +47,7 @@ class Binding:
         self._specs: list[TensorSpec] = []
         self._writer = Writer(cast=cast)
         self._matched: list[str] = []
+        self._written: dict[tuple[object, int], str] = {}
         self._whole = False
         self.skipped: list[str] = []
         self.missing: list[str] = []
@@ -65,6 +66,7 @@ class Binding:
         """
         self._specs = specs if isinstance(specs, list) else list(specs)
         targets = [self._find(spec) for spec in specs]
+        self._check_apart(specs)
         self._writer = Writer(specs, targets, cast=self._cast)
         self._matched = [spec.name for spec in specs if spec.name in self._tensors]
         self._note_casts(specs)
@@ -77,6 +79,7 @@ class Binding:
         Raises:
             TargetError: one of them does not suit; nothing of it is written.
         """
+        self._check_apart(specs)
         for spec in specs:
             self._writer.append(spec, self._find(spec))
             self._specs.append(spec)
@@ -128,6 +131,20 @@ class Binding:
             )
         self.skipped.append(spec.name)
         return []
+
+    def _check_apart(self, specs: Sequence[TensorSpec]) -> None:
+        """Refuse two tensors with bytes of their own that the target keeps in one memory: one of them would be lost."""
+        for spec in specs:
+            tensor = self._tensors.get(spec.name)
+            if tensor is None or spec.same_as is not None or not tensor.numel():
+                continue
+            other = self._written.setdefault((tensor.device, tensor.data_ptr()), spec.name)
+            if other != spec.name:
+                raise TargetError(
+                    f"{spec.name}: the same memory as {other} in the target, but sent apart from it; tie the two "
+                    "at the sender, send one of them only, or untie them here",
+                    tensor=spec.name,
+                )
 
     def _note_casts(self, specs: Sequence[TensorSpec]) -> None:
         if self._cast:

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 from typing import TYPE_CHECKING, Any, Self
 
+from transportkit.errors import TransportKitError, UsageError
 from transportkit.link import SocketLink, pair_sockets
 from transportkit.session import Receiver, Sender, pair
 from transportkit.session.options import options
@@ -47,11 +48,12 @@ class Session:
         self.within = within
         keywords = {"backends": (transport.name,), "timeout": within, **keywords}
         self.child: Child | None = None
+        self._calls: list[Call[Any]] = []
         self._receiver: Receiver | None = None
         if process:
             self.sender, theirs = pair(context_of("forkserver"), **keywords)
             self.child = Child(ends.receiving, theirs, backends=[transport], method="forkserver")
-            joining = Call(self.child.heard, within)
+            joining = self._begin(self.child.heard, within)
         else:
             left, right = pair_sockets()
             self.outward = TamperedLink(SocketLink.over(left))
@@ -60,13 +62,13 @@ class Session:
             self.sender = Sender.over([self.outward], options(keywords), inherited)
             wanted = options({**keywords, **(receiver or {})})
             self._receiver = Receiver.over(SocketLink.over(right), wanted, inherited)
-            joining = Call(self._receiver.join)
-        waiting = Call(self.sender.wait)
+            joining = self._begin(self._receiver.join)
+        waiting = self._begin(self.sender.wait)
         try:
-            sides = [call.error(within + 1) for call in (waiting, joining)]
-            for error in sides:
-                if error is not None:
-                    raise error
+            errors = [error for call in (waiting, joining) if (error := call.error(within + 1)) is not None]
+            # What is none of ours comes first: it is the worse fault, and a test that expects one of ours sees it.
+            for error in sorted(errors, key=lambda error: isinstance(error, TransportKitError)):
+                raise error
         except BaseException:
             self.close()
             raise
@@ -80,12 +82,12 @@ class Session:
     def receive(self, work: Callable[..., Any], *args: Any) -> Call[Any]:
         """Start ``work(receiver, *args)`` where the receiver is; a module-level function of picklable arguments."""
         if self.child is None:
-            return Call(work, self.receiver, *args)
-        return Call(_ordered, self.child, work, args, self.within)
+            return self._begin(work, self.receiver, *args)
+        return self._begin(_ordered, self.child, work, args, self.within)
 
     def send(self, source: Any, **keywords: Any) -> Call[Any]:
         """Start `Sender.send` on a thread."""
-        return Call(self.sender.send, source, **keywords)
+        return self._begin(self.sender.send, source, **keywords)
 
     def carry(self, source: Any, work: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         """One update: what ``work`` returned, when both sides are through."""
@@ -96,20 +98,31 @@ class Session:
         return value
 
     def close(self) -> None:
-        """Close both sides, whatever they are doing."""
-        try:
-            self.sender.close()
-        except RuntimeError:  # a call of it hangs
-            self.sender.abort()
+        """Close both sides, whatever they are doing. Idempotent."""
+        self._shut(self.sender)
         if self._receiver is not None:
-            try:
-                self._receiver.close()
-            except RuntimeError:
-                self._receiver.abort()
+            self._shut(self._receiver)
         if self.child is not None:
             with self.child as child, contextlib.suppress(OSError, EOFError, AssertionError):
                 child.tell(None)
                 child.result(self.within)
+            self.child = None
+
+    def _shut(self, end: Sender | Receiver) -> None:
+        with contextlib.suppress(UsageError):
+            end.close()
+            return
+        end.abort()  # a call of it is running
+        for call in self._calls:
+            call.wait(self.within)
+        with contextlib.suppress(UsageError):  # if it still runs, the test has failed
+            end.close()
+
+    def _begin(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Call[Any]:
+        self._calls = [call for call in self._calls if call.running]
+        call = Call(function, *args, **keywords)
+        self._calls.append(call)
+        return call
 
     def __enter__(self) -> Self:
         return self

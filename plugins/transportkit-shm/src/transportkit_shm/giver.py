@@ -51,7 +51,7 @@ STRANGERS = 32
 #: Age in seconds at which a provisional socket file is taken for that of a dead process.
 STALE_SECONDS = 60.0
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("transportkit.shm")
 
 
 @attrs.define(eq=False)
