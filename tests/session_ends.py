@@ -93,6 +93,11 @@ class Child:
         self._end: tuple[str, Any, list[str]] | None = None
         self.died_at = 0.0
 
+    @property
+    def channel(self) -> int:
+        """The descriptor over which this process talks with it."""
+        return self._connection.fileno()
+
     def tell(self, value: object) -> None:
         self._connection.send(value)
 

@@ -37,6 +37,7 @@ from transportkit.errors import BackendError, LeaseError, ProtocolError, Transpo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -270,6 +271,10 @@ class Imports:
                     "one; copy what is kept (`tensor.clone()`), or raise `slots=` on both sides"
                 )
 
+    def reading(self, chunk: Imported) -> AbstractContextManager[None]:
+        """Around copies out of a chunk. What the backend's own part raises is a `BackendError`."""
+        return around(self._backend, lambda: self._importer.reading(chunk.header))
+
     @property
     def held(self) -> int:
         """Number of chunks that are held back because something views them."""
@@ -310,3 +315,21 @@ def translated(backend: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise BackendError(f"backend {backend} failed: {error!r}", backend=backend) from error
+
+
+@contextlib.contextmanager
+def around(backend: str, make: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter a context manager of a backend: what it raises itself is translated, what its block raises is not."""
+    with translated(backend):
+        manager = make()
+        manager.__enter__()
+    try:
+        yield
+    except BaseException as error:
+        with translated(backend):
+            suppressed = manager.__exit__(type(error), error, error.__traceback__)
+        if not suppressed:
+            raise
+    else:
+        with translated(backend):
+            manager.__exit__(None, None, None)

@@ -21,8 +21,9 @@ The order of calls on one lane::
     close()                                      detach(export), close()
 
 All methods are called on the thread that uses the session, except `abort`, which may come from any thread. They may
-raise `BackendError` and its subclasses (the text says what was wrong and what to do) and whatever `Wiring` and
-`Deadline` raise; any other exception is turned into a `BackendError` by the core.
+raise `BackendError` and its subclasses (the text says what was wrong and what to do), `ProtocolError` where the other
+end sent what it may not, and whatever `Wiring` and `Deadline` raise; any other exception is turned into a
+`BackendError` by the core.
 """
 
 from __future__ import annotations

@@ -302,7 +302,13 @@ class Inspected(Struct, frozen=True, tag="inspected"):
 
 
 class Ready(Struct, frozen=True, tag="ready"):
-    """Receiver to sender: a call waits for an update. Said once for each `Begin`; only then may the next one come."""
+    """Receiver to sender: a call waits for an update. Said once for each `Begin`; only then may the next one come.
+
+    Args:
+        waits: False takes the word back: the call's ``wait`` has expired, so a `Begin` may stay unanswered for long.
+    """
+
+    waits: bool = True
 
 
 class Begin(Struct, frozen=True, tag="begin"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import session_ends as ends
-from session_ends import BACKENDS, Child, Talk, caught, model, zeros
+from session_ends import BACKENDS, Child, Remote, Talk, caught, model, zeros
 
 import transportkit as tk
 
@@ -34,6 +36,7 @@ SENDER_STOPS = {
     "trial": ("transportkit.session.lane:Lane.emit", "before", 1, "", STOP),
     "accepted": ("transportkit.session.sending:Sending._begin", "after", 1, "", STOP),
     "middle chunk": ("transportkit.session.lane:Lane.emit", "before", 6, "", STOP),
+    "middle payload": ("transportkit.backends.pickle:PickleExporter.publish", "before", 4, "", STOP),
     "commit": ("transportkit.session.sending:Sending._commit", "before", 1, "", STOP),
 }
 
@@ -64,73 +67,42 @@ def endure(talk: Talk, side: str, address: str, keywords: dict[str, Any]) -> tup
     return caught(SIDES[side], talk, address, keywords)
 
 
-def check(waiting: Child, stopped: Child) -> tuple[tk.TransportKitError, tk.TransportKitError]:
-    """The error of the side that waited, on time, and that of the other after it went on."""
-    began = stopped.stopped()
-    error, moment = waiting.result()
-    assert isinstance(error, tk.DeadlineError), repr(error)
-    assert TIMEOUT - 0.1 <= moment - began < 2 * TIMEOUT, f"{error!r} came after {moment - began:.1f} s"
-    stopped.signal(signal.SIGCONT)
-    late, _ = stopped.result()
-    assert stopped.join() == 0
-    return error, late
+def check_all(folder: Path, side: str, stops: dict[str, tuple[Any, ...]], steps: list[tuple[str, str]]) -> None:
+    """Stop one side at each of these steps, all at once, since each takes the whole timeout."""
+    other = {"send": "receive", "receive": "send"}[side]
+    with contextlib.ExitStack() as stack:
+        pairs = []
+        for number, (step, backend) in enumerate(steps):
+            address = f"unix:{folder}/{number}"
+            keywords = SIZES | {"backends": [backend]}
+            stopped = stack.enter_context(Child(endure, side, address, keywords, die=stops[step]))
+            waiting = stack.enter_context(Child(endure, other, address, keywords))
+            pairs.append((step, address, backend, waiting, stopped, stopped.stopped()))
+        for step, address, backend, waiting, stopped, began in pairs:
+            error, moment = waiting.result()
+            assert isinstance(error, tk.DeadlineError), f"{step}: {error!r}"
+            assert TIMEOUT - 0.1 <= moment - began < 2 * TIMEOUT, f"{step}: {error!r} after {moment - began:.1f} s"
+            assert f"pid {stopped.pid}" in str(error)
+            assert "timeout=" in str(error)
+            stopped.signal(signal.SIGCONT)
+            late, _ = stopped.result()
+            assert stopped.join() == 0
+            assert isinstance(late, tk.PeerFailedError), f"{step}: {late!r}"
+            assert late.code == "DeadlineError"
+            if "middle" in step and side == "send":
+                assert error.torn == ("target",)
+            assert ends.session_works(address, backends=[backend]) == backend
 
 
-# Both backends wait in the same code of the core; each step is tried over one, and one step over both.
-@pytest.mark.parametrize(
-    ("step", "backend"),
-    [("joining", "shm"), ("trial", "pickle"), ("middle chunk", "pickle"), ("middle chunk", "shm"), ("commit", "shm")],
-)
-def test_a_stopped_receiver(folder: Path, step: str, backend: str) -> None:
-    address = f"unix:{folder}/s"
-    keywords = SIZES | {"backends": [backend]}
-    with (
-        Child(endure, "send", address, keywords) as sender,
-        Child(endure, "receive", address, keywords, die=RECEIVER_STOPS[step]) as receiver,
-    ):
-        error, late = check(sender, receiver)
-    assert f"pid {receiver.pid}" in str(error)
-    assert "timeout=" in str(error)
-    assert isinstance(late, tk.PeerError)
-    assert "DeadlineError" in str(late) or "within 2 s" in str(late)
-    assert ends.session_works(address, backends=[backend]) == backend
+def test_a_stopped_receiver(folder: Path) -> None:
+    steps = [(step, backend) for step in RECEIVER_STOPS for backend in BACKENDS]
+    check_all(folder, "receive", RECEIVER_STOPS, steps)
 
 
-@pytest.mark.parametrize(
-    ("step", "backend"),
-    [
-        ("proposed", "pickle"),
-        ("trial", "shm"),
-        ("accepted", "pickle"),
-        ("middle chunk", "pickle"),
-        ("middle chunk", "shm"),
-        ("commit", "shm"),
-    ],
-)
-def test_a_stopped_sender(folder: Path, step: str, backend: str) -> None:
-    address = f"unix:{folder}/s"
-    keywords = SIZES | {"backends": [backend]}
-    with (
-        Child(endure, "send", address, keywords, die=SENDER_STOPS[step]) as sender,
-        Child(endure, "receive", address, keywords) as receiver,
-    ):
-        error, late = check(receiver, sender)
-    assert f"pid {sender.pid}" in str(error)
-    assert isinstance(late, tk.PeerError)
-    assert "DeadlineError" in str(late)
-    assert ends.session_works(address, backends=[backend]) == backend
-
-
-def test_a_sender_that_is_stopped_in_the_middle_of_a_payload(folder: Path) -> None:
-    address = f"unix:{folder}/s"
-    keywords = SIZES | {"backends": ["pickle"]}
-    stop = ("transportkit.backends.pickle:PickleExporter.publish", "before", 4, "", STOP)
-    with (
-        Child(endure, "send", address, keywords, die=stop) as sender,
-        Child(endure, "receive", address, keywords) as receiver,
-    ):
-        error, _ = check(receiver, sender)
-    assert error.torn == ("target",)
+def test_a_stopped_sender(folder: Path) -> None:
+    steps = [(step, backend) for step in SENDER_STOPS for backend in BACKENDS]
+    steps.remove(("middle payload", "shm"))
+    check_all(folder, "send", SENDER_STOPS, steps)
 
 
 def test_a_sender_that_is_stopped_before_it_answers(folder: Path) -> None:
@@ -179,3 +151,41 @@ def idle_sender(talk: Talk, address: str, backend: str) -> None:
         sender.send(model(), version=1)
         talk.hear()
         sender.send(model(), version=2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_receiver_that_is_stopped_while_it_waits(folder: Path, backend: str) -> None:
+    address = f"unix:{folder}/s"
+    with Child(endure, "receive", address, {"backends": [backend]}) as receiver:
+        with tk.serve(address, backends=[backend], timeout=TIMEOUT) as sender:
+            sender.send(model())
+            time.sleep(0.3)
+            receiver.signal(STOP)
+            began = receiver.stopped()
+            error, moment = caught(sender.send, model())
+            assert isinstance(error, tk.DeadlineError)
+            assert TIMEOUT - 0.1 <= moment - began < 2 * TIMEOUT
+            receiver.signal(signal.SIGCONT)
+            late, _ = receiver.result()
+            assert isinstance(late, tk.PeerFailedError)
+
+
+def slow_to_call(receiver: tk.Receiver) -> tuple[list[str], int]:
+    """Its first wait expires; it calls again long after the sender's timeout."""
+    error, _ = caught(receiver.load_into, zeros(), wait=0.2)
+    assert isinstance(error, tk.DeadlineError)
+    time.sleep(1.5)
+    wrong, update = ends.load(receiver)
+    return wrong, update.version
+
+
+def test_a_receiver_whose_wait_has_expired_may_take_its_time(folder: Path) -> None:
+    address = f"unix:{folder}/s"
+    with Remote("receive", address) as remote:
+        with tk.serve(address, timeout=0.5) as sender:
+            for version in (1, 2):
+                remote.start(slow_to_call)
+                time.sleep(0.4)
+                sender.send(model(), version=version)
+                assert remote.answer() == ([], version)
+            remote.finish()

@@ -81,7 +81,7 @@ def test_a_module_into_a_live_module(folder: Path, backend: str) -> None:
     assert missing == ()
     assert report.version == 17
     assert report.backends == {0: backend}
-    assert report.chunks[0] > 10
+    assert report.chunks[0] > 5
     state = module.state_dict()
     assert report.tensors == len(state)
     assert report.nbytes == sum(t.nbytes for name, t in state.items() if name != "head.weight")  # tied: once

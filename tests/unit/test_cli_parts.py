@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -39,12 +40,14 @@ def process_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     monkeypatch.chdir(tmp_path)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = [signal.getsignal(number) for number in numbers]
+    hook = sys.unraisablehook
     logger = logging.getLogger("transportkit")
     before = (logger.handlers[:], logger.level, logger.propagate)
     yield
     for number, handler in zip(numbers, handlers, strict=True):
         signal.signal(number, handler)
     logger.handlers[:], logger.level, logger.propagate = before
+    sys.unraisablehook = hook
 
 
 def raw_file(path: Path, header: object, data: bytes = b"") -> None:
@@ -178,6 +181,36 @@ def test_a_fault_of_our_own_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr("transportkit.cli.backends.discover", broken)
     assert main(["backends"]) == 1
     assert capsys.readouterr().err == "transportkit: KeyError: 'oops'; --debug shows where\n"
+
+
+def test_a_signal_that_native_code_swallows_still_stops(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def swallowed() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape") from None
+
+    monkeypatch.setattr("transportkit.cli.backends.discover", swallowed)
+    assert main(["backends"]) == 143
+    assert capsys.readouterr().err == "transportkit: stopped by SIGTERM\n"
+
+
+def test_a_signal_that_a_finaliser_swallows_still_stops(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Final:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def swallowed() -> None:
+        Final()
+        time.sleep(10)
+
+    monkeypatch.setattr("transportkit.cli.backends.discover", swallowed)
+    assert main(["backends"]) == 130
+    assert capsys.readouterr().err == "transportkit: stopped by SIGINT\n"
 
 
 # -- backends ---------------------------------------------------------------------------------------------------------

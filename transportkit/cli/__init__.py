@@ -7,12 +7,15 @@ module, and `transportkit backends`, import neither torch nor a plugin; a comman
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import logging
 import os
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from transportkit.errors import TransportKitError, UsageError
@@ -40,6 +43,56 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
+class _Signals:
+    """What has come to this process.
+
+    The exception alone does not do: native code turns it into errors of its own, when it comes while that calls Python.
+    """
+
+    def __init__(self) -> None:
+        self.first: Stopped | None = None
+        self._deferred = False
+
+    def listen(self) -> None:
+        self.first = None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup, and for jobs in the background
+                signal.signal(number, self._take)
+        sys.unraisablehook = self._unraisable
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Around what must not be left half-done: a signal that comes meanwhile raises at the end."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+        if self.first is not None:
+            raise self.first
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
+        stopped = Stopped(number)
+        self.first = self.first or stopped
+        if not self._deferred:
+            raise stopped
+
+    def _unraisable(self, lost: sys.UnraisableHookArgs) -> None:
+        """An exception was lost in a finaliser; a signal must not be, so it is sent again when that is over."""
+        if isinstance(lost.exc_value, Stopped):
+            _thread.start_new_thread(_send_again, (lost.exc_value.number,))
+        else:
+            sys.__unraisablehook__(lost)
+
+
+def _send_again(number: int) -> None:
+    time.sleep(0.05)
+    os.kill(os.getpid(), number)
+
+
+signals = _Signals()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -52,28 +105,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, and jobs of a shell in the background
-                signal.signal(number, _stop)
+        signals.listen()
         _logging(debug)
         return _run(given)
-    except KeyboardInterrupt as error:
-        stopped = error if isinstance(error, Stopped) else Stopped(signal.SIGINT)
-        _complain(error, str(stopped), debug)
-        return 128 + stopped.number
-    except UsageError as error:
-        _complain(error, str(error), debug)
-        return 2 if type(error) is UsageError else 1
-    except TransportKitError as error:
-        _complain(error, str(error), debug)
-    except MemoryError as error:
-        _complain(error, f"out of memory: {error}", debug)
-    except Exception as error:
-        hint = "" if debug else "; --debug shows where"
-        _complain(error, f"{type(error).__name__}: {error}{hint}", debug)
+    except BaseException as error:
+        code, text = _verdict(error, debug)
+        _complain(error, text, debug)
+        return code
     finally:
         _flush()
-    return 1
+
+
+def _verdict(error: BaseException, debug: bool) -> tuple[int, str]:
+    """The exit code and the line for what ended a command."""
+    if isinstance(error, KeyboardInterrupt) or signals.first is not None:
+        stopped = signals.first or Stopped(signal.SIGINT)
+        return 128 + stopped.number, str(stopped)
+    if isinstance(error, TransportKitError):
+        return 2 if type(error) is UsageError else 1, str(error)
+    if isinstance(error, MemoryError):
+        return 1, f"out of memory: {error}"
+    if not isinstance(error, Exception):
+        raise error
+    return 1, f"{type(error).__name__}: {error}{'' if debug else '; --debug shows where'}"
 
 
 def require(*modules: str) -> None:
@@ -108,21 +162,18 @@ def _run(arguments: list[str]) -> int:
     return job if isinstance(job, int) else 0
 
 
-def _stop(number: int, _frame: FrameType | None) -> None:
-    raise Stopped(number)
-
-
 def _logging(debug: bool) -> None:
     """What the library logs goes to stderr, a line each."""
 
-    class Lines(logging.Formatter):
-        def format(self, record: logging.LogRecord) -> str:
-            return f"transportkit: {record.levelname.lower()}: {' '.join(record.getMessage().split())}"
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            # The stderr of the moment: a progress bar puts lines above itself.
+            if sys.stderr is not None:
+                text = " ".join(record.getMessage().split())
+                sys.stderr.write(f"transportkit: {record.levelname.lower()}: {text}\n")
 
-    handler = logging.StreamHandler()
-    handler.setFormatter(Lines())
     logger = logging.getLogger("transportkit")
-    logger.handlers[:] = [handler]
+    logger.handlers[:] = [Lines()]
     logger.setLevel(logging.DEBUG if debug else logging.WARNING)
     logger.propagate = False
 

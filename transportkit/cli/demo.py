@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from transportkit.cli import CommandError, require
+from transportkit.cli import CommandError, require, signals
 from transportkit.cli.demo_ends import COPY_BYTES, Assignment, receiving, sending
 from transportkit.cli.terminal import Tick, bar, count, rate, say, size
 
@@ -71,17 +71,18 @@ def _started(assignment: Assignment) -> Iterator[list[_End]]:
     ends: list[_End] = []
     resource_tracker.ensure_running()  # its start unblocks signals
     try:
-        # Both inherit the mask: a Ctrl-C of the terminal comes to all three, and this process is to end the others.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
-            for role, target in (("sending", sending), ("receiving", receiving)):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=target, args=(theirs, assignment), name=f"transportkit demo: {role}")
-                process.start()
-                theirs.close()
-                ends.append(_End(role, process, ours))
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        with signals.deferred():
+            # Both inherit the mask: a Ctrl-C of the terminal comes to all three, and this process is to end the others.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+            try:
+                for role, target in (("sending", sending), ("receiving", receiving)):
+                    ours, theirs = context.Pipe()
+                    process = context.Process(target=target, args=(theirs, assignment), name=f"transportkit: {role}")
+                    process.start()
+                    theirs.close()
+                    ends.append(_End(role, process, ours))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         yield ends
     finally:
         for end in ends:
@@ -95,7 +96,7 @@ def _started(assignment: Assignment) -> Iterator[list[_End]]:
 
 def _follow(sender: _End, receiver: _End, assignment: Assignment, *, quiet: bool) -> None:
     story = _Story()
-    with bar("moving", quiet=quiet) as tick:
+    with bar("moving", quiet=quiet, speed=False) as tick:
         sender.pipe.send("go")
         while not (sender.done and receiver.done):
             open_ends = [end for end in (sender, receiver) if not end.done]

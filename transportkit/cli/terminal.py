@@ -52,16 +52,23 @@ def count(number: int, noun: str) -> str:
 
 
 @contextlib.contextmanager
-def bar(label: str, *, quiet: bool) -> Iterator[Tick]:
-    """A progress bar on stderr, where that is a terminal; gone at the end."""
+def bar(label: str, *, quiet: bool, speed: bool = True) -> Iterator[Tick]:
+    """A progress bar on stderr, where that is a terminal; gone at the end. ``speed`` shows bytes a second, too."""
     if quiet or sys.stderr is None or not sys.stderr.isatty():
         yield _ignore
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        *([TransferSpeedColumn()] if speed else []),
+    ]
+    # What is said meanwhile is to appear above the bar, but would go to stderr with it; right only where both are one.
+    together = sys.stdout is not None and sys.stdout.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=together) as progress:
         task = progress.add_task(label, total=None)
         next_time = 0.0
 

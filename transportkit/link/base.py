@@ -96,6 +96,10 @@ class Link(abc.ABC):
         """
 
     @abc.abstractmethod
+    def kind_at_hand(self) -> int | None:
+        """The kind of the next frame, `CONTROL` or `PAYLOAD`, where `poll` was true; else None."""
+
+    @abc.abstractmethod
     def fileno(self) -> int:
         """A descriptor that is readable when `poll` should be called."""
 

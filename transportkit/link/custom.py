@@ -157,6 +157,9 @@ class CustomLink(Link):
             self._inbox.turn(self._user, timeout)
         return bool(self._inbox.messages) or self._inbox.end is not None
 
+    def kind_at_hand(self) -> int | None:
+        return self._inbox.messages[0][0] if self._inbox.messages and self._inbox.messages[0] else None
+
     def fileno(self) -> int:
         self._check()
         return self._poller.fileno()

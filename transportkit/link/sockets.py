@@ -315,6 +315,9 @@ class SocketLink(Link):
         wanted = HEAD.size + length
         return kind != CONTROL or length > self.control_limit or len(self._ahead) >= min(wanted, READ_AHEAD)
 
+    def kind_at_hand(self) -> int | None:
+        return self._ahead[0] if len(self._ahead) >= HEAD.size else None
+
     def fileno(self) -> int:
         self._check()
         return self._sock.fileno()

@@ -13,6 +13,7 @@ from transportkit.errors import (
     BackendError,
     DeadlineError,
     PeerError,
+    PeerFailedError,
     PeerLostError,
     ProtocolError,
     TransportKitError,
@@ -111,7 +112,9 @@ class Inlet:
             match message:
                 case wire.Bye():
                     raise farewell(message, self.name)
-                case wire.Proposal() | wire.Refusal() | wire.Aborted():
+                case wire.Aborted():
+                    raise ended(message, self.name)
+                case wire.Proposal() | wire.Refusal():
                     raise BackendError("the sender gave this backend up")
 
     def _send(self, message: wire.Message) -> None:
@@ -143,3 +146,10 @@ class Inlet:
     def _take(self) -> wire.Message:
         deadline = Deadline(self.timeout, f"rest of a message from {self.name}")
         return wire.decode(self.link.recv(deadline, self.link.control_limit))
+
+
+def ended(message: wire.Aborted, name: str) -> PeerFailedError:
+    """The error that the sender's end of an update stands for."""
+    return PeerFailedError(
+        f"{name} ended the update: {message.code}: {message.text}", peer=name, code=message.code, text=message.text
+    )

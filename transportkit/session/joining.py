@@ -27,6 +27,8 @@ from transportkit.session.peers import BEATS, SilentPeerError
 from transportkit.session.wiring import LinkWiring
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transportkit.registry import Choice
     from transportkit.session.inlet import Inlet
 
@@ -121,14 +123,13 @@ class Joining:
             self._decline(proposal, reason)
             return None
         try:
-            with translated(terms.backend):
-                self._join(proposal)
+            self._join(proposal)
             while True:
                 message = self._next(self._deadline("next step of the handshake"))
                 match message:
                     case wire.Connect():
-                        with translated(terms.backend):
-                            assert self._imports is not None
+                        assert self._imports is not None
+                        with _trying(terms.backend):
                             self._imports.importer.connect(self._trial_deadline(terms))
                         self._prove(proposal)
                     case wire.Agreed():
@@ -152,9 +153,10 @@ class Joining:
             self._inherited.get(terms.backend),
             self._inlet.check,
         )
-        importer = self._choice.transports[terms.backend].importer(terms, wiring)
-        self._imports = Imports(importer, terms.backend, terms.slots, self._acknowledge)
-        reply = importer.join(proposal.invitation)
+        with _trying(terms.backend):
+            importer = self._choice.transports[terms.backend].importer(terms, wiring)
+            self._imports = Imports(importer, terms.backend, terms.slots, self._acknowledge)
+            reply = importer.join(proposal.invitation)
         self._send(wire.Joined(proposal.attempt, terms.receiver, reply))
 
     def _prove(self, proposal: wire.Proposal) -> None:
@@ -172,10 +174,11 @@ class Joining:
                 self._unexpected(header)
             if header.seq != seq or not 0 < header.nbytes <= min(proposal.terms.chunk_bytes, 16 - len(read)):
                 raise ProtocolError(f"chunk {header.seq} of {header.nbytes} bytes came in the trial, {seq} was due")
-            chunk = imports.open(header, self._trial_deadline(proposal.terms))
+            with _trying(proposal.terms.backend):
+                chunk = imports.open(header, self._trial_deadline(proposal.terms))
             check_digest(proposal.terms, chunk)
             assert chunk.memory is not None
-            with imports.importer.reading(header):
+            with imports.reading(chunk):
                 local = chunk.memory.to("cpu") if chunk.memory.device.type != "cpu" else chunk.memory
                 read += memory_of(local)
             del local
@@ -228,6 +231,18 @@ class Joining:
 
     def _unexpected(self, message: wire.Message) -> NoReturn:
         raise ProtocolError(f"{self._inlet.name} sent {type(message).__name__.lower()} in the handshake")
+
+
+@contextlib.contextmanager
+def _trying(backend: str) -> Iterator[None]:
+    """Around a backend's own part of a trial: whatever it raises speaks against that backend only."""
+    try:
+        with translated(backend):
+            yield
+    except IntegrityError:
+        raise
+    except ProtocolError as error:
+        raise BackendError(str(error), backend=backend) from error
 
 
 def refused(refusal: wire.Refusal, name: str) -> Exception:

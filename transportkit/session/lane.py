@@ -8,7 +8,7 @@ from transportkit import wire
 from transportkit.chunk import digest
 from transportkit.deadline import Deadline
 from transportkit.errors import BackendError, ProtocolError
-from transportkit.lifecycle import SlotPool, memory_of, translated
+from transportkit.lifecycle import SlotPool, around, memory_of, translated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +35,8 @@ class Lane:
         self.exporter = exporter
         self.receivers = list(terms.receivers)
         self._peers = peers
+        names = [peers[number].name for number in self.receivers[:3]]
+        self._where = f"at {', '.join(names)}{' and others' if len(self.receivers) > 3 else ''}"
         with self.translated():
             self.slots: Sequence[Tensor] = exporter.slots
             self._check_slots()
@@ -61,7 +63,7 @@ class Lane:
         specs: tuple[TensorSpec, ...] = (),
     ) -> None:
         """Send one packed slot to every receiver of the lane. The pool knows it as read from then on."""
-        deadline = Deadline(self._peers.timeout, f"chunk {seq} over {self.backend}")
+        deadline = Deadline(self._peers.timeout, f"room for chunk {seq} over {self.backend} {self._where}")
         value = digest(self._memory[slot][:nbytes]) if self._memory else 0
         with self.translated():
             self.exporter.ready(slot, deadline)
@@ -77,9 +79,13 @@ class Lane:
             with self.translated():
                 self.exporter.publish(slot, first, deadline)
 
+    def packing(self, slot: int) -> AbstractContextManager[None]:
+        """Around copies into a slot. What the backend's own part raises is a `BackendError`."""
+        return around(self.backend, lambda: self.exporter.packing(slot))
+
     def close(self) -> None:
-        """Close the exporter. Idempotent."""
-        self._memory = []
+        """Close the exporter and let go of its memory, whoever still holds the lane. Idempotent."""
+        self._memory, self.slots = [], ()
         with self.translated():
             self.exporter.close()
 

@@ -167,7 +167,7 @@ class Opening:
             self._check(lane.terms.receivers)
             slot = lane.pool.acquire()
             assert slot is not None
-            with lane.translated(), lane.exporter.packing(slot):
+            with lane.translated(), lane.packing(slot):
                 self._write(lane, slot, part)
             last = seq == len(parts) - 1
             lane.emit(slot, -self._attempt, seq, len(part), last=last, pieces=())

@@ -48,6 +48,8 @@ class Peer:
         link.control_limit = wire.HANDSHAKE_FRAME_LIMIT
         self.ready = False
         """Whether it has said that it waits for an update, and none was begun since."""
+        self.away = False
+        """Whether it has taken that word back."""
         self.gone: PeerError | None = None
         """Why nothing more comes from it: it said goodbye, or was lost."""
         self.manifest_id = ""
@@ -149,6 +151,7 @@ class Peers:
         what: str,
         *,
         deadline: Deadline | None = None,
+        prompt: Callable[[], Iterable[int]] = tuple,
     ) -> None:
         """Wait until ``until()`` holds, taking messages in and telling everybody that this side is alive.
 
@@ -158,6 +161,7 @@ class Peers:
                 has given its word may leave.
             what: what is waited for, in words.
             deadline: bounds the whole wait instead, whoever is heard of.
+            prompt: the receivers that must be heard of within `timeout` all the same.
 
         Raises:
             DeadlineError: naming who was silent.
@@ -170,19 +174,21 @@ class Peers:
             now = time.monotonic()
             owing = [self._peers[n] for n in debtors() if n in self._peers]
             self._check_present(owing)
+            pause = self.beat
             if deadline is not None:
                 deadline.check()
-                limit = deadline.remaining()
-            else:
-                slowest = min(owing or self, key=lambda p: p.heard)
-                limit = max(began, slowest.heard) + self.timeout - now
-                if limit <= 0:
+                pause = deadline.remaining(pause) or 0.0
+            silent = owing or list(self) if deadline is None else [self._peers[n] for n in prompt()]
+            if silent:
+                slowest = min(silent, key=lambda p: p.heard)
+                left = max(began, slowest.heard) + self.timeout - now
+                if left <= 0:
                     raise SilentPeerError(
                         f"{slowest.name} sent no {what} within {self.timeout:g} s "
                         "(raise `timeout=` where that is too short)"
                     )
+                pause = min(pause, left)
             self.keep_alive()
-            pause = self.beat if limit is None else min(self.beat, limit)
             try:
                 wait_links([peer.link for peer in self if peer.gone is None], Deadline(pause, what))
             except DeadlineError:
@@ -218,7 +224,7 @@ class Peers:
                 peer.gone = farewell(message, peer.name)
                 return
             if isinstance(message, wire.Ready):
-                peer.ready = True
+                peer.ready, peer.away = message.waits, not message.waits
             else:
                 self.on_message(peer, message)
 

@@ -250,7 +250,7 @@ class Receiver:
         ):
             with contextlib.closing(self._walk(receiving, sink)) as walk:
                 for chunk, pieces in walk:
-                    with self._join().imports.importer.reading(chunk.header):
+                    with self._join().imports.reading(chunk):
                         sink.write(chunk, pieces)
                     del chunk
                     yield from sink.ready()
@@ -273,7 +273,7 @@ class Receiver:
         """Let the sink take every chunk."""
         with contextlib.closing(self._walk(receiving, sink)) as walk:
             for chunk, pieces in walk:
-                with self._join().imports.importer.reading(chunk.header):
+                with self._join().imports.reading(chunk):
                     sink.write(chunk, pieces)
         sink.finish()
         return self._applied(receiving, sink)
@@ -327,6 +327,7 @@ class Receiver:
             receiving.wait(deadline)
         except BaseException as error:
             if isinstance(error, DeadlineError) and not receiving.began:
+                receiving.leave()
                 raise
             self._failed(receiving, error, torn=False)
             raise

@@ -15,6 +15,7 @@ from transportkit.errors import (
     TransportKitError,
 )
 from transportkit.manifest import check_specs, manifest_id, wire_nbytes
+from transportkit.session.inlet import ended
 from transportkit.session.joining import check_digest
 from transportkit.session.results import Incoming, Update
 
@@ -106,6 +107,12 @@ class Receiving:
                     pass  # of an update that failed here
                 case _:
                     raise self._unexpected(message)
+
+    def leave(self) -> None:
+        """Tell the sender that nobody waits any more."""
+        if self._memory.announced:
+            self._memory.announced = False
+            self._inlet.tell(wire.Ready(waits=False))
 
     def _take_manifest(self, begin: wire.Begin) -> bool:
         """Ask for the manifest and take it in; False where the sender takes the update back."""
@@ -270,7 +277,7 @@ class Receiving:
             self._plan.append((pieces, nbytes))
         self._seq += 1
         self._last = header.last
-        deadline = Deadline(self._inlet.timeout, f"chunk {header.seq} over {self._terms.backend}")
+        deadline = Deadline(self._inlet.timeout, f"chunk {header.seq} over {self._terms.backend} from {self._inlet.name}")
         chunk = self._imports.open(header, deadline)
         try:
             check_digest(self._terms, chunk)
@@ -282,7 +289,7 @@ class Receiving:
 
     def _discard(self, header: wire.Chunk) -> None:
         """Pass over a chunk of an update that failed here; its slot goes back to the sender."""
-        deadline = Deadline(self._inlet.timeout, f"chunk {header.seq} over {self._terms.backend}")
+        deadline = Deadline(self._inlet.timeout, f"chunk {header.seq} over {self._terms.backend} from {self._inlet.name}")
         self._imports.settle()
         self._imports.release(self._imports.open(header, deadline))
 
@@ -315,12 +322,7 @@ class Receiving:
 
     def _ended(self, message: wire.Aborted) -> PeerFailedError:
         self.over = True
-        return PeerFailedError(
-            f"{self._inlet.name} ended the update: {message.code}: {message.text}",
-            peer=self._inlet.name,
-            code=message.code,
-            text=message.text,
-        )
+        return ended(message, self._inlet.name)
 
     def _unexpected(self, message: wire.Message) -> ProtocolError:
         return ProtocolError(f"{self._inlet.name} sent {type(message).__name__.lower()}, which may not come now")

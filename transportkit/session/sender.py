@@ -234,7 +234,9 @@ class Sender:
         match message:
             case wire.Ack():
                 acknowledge(self._lanes, message, peer.number)
-            case wire.Present() | wire.Accept() | wire.Applied() | wire.Failed():
+            case wire.Present():
+                peer.ready = False  # it may have said so once more before it saw the update
+            case wire.Accept() | wire.Applied() | wire.Failed():
                 pass
             case _:
                 raise unexpected(message, peer.name)

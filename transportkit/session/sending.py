@@ -200,7 +200,13 @@ class Sending:
             self._begun.add(peer.number)
             self._peers.send(peer, wire.Begin(self._number, self._version))
         everyone = self._peers.numbers
-        self._peers.wait(lambda: self._present == everyone, lambda: everyone - self._present, "word", deadline=deadline)
+        self._peers.wait(
+            lambda: self._present == everyone,
+            lambda: everyone - self._present,
+            "word that it is there",
+            deadline=deadline,
+            prompt=lambda: [n for n in everyone - self._present if not self._peers[n].away],
+        )
         self.began = True
         ignorant = {peer.number for peer in self._peers if not identity or peer.manifest_id != identity}
         planned = {n for lane in self._lanes if ignorant.isdisjoint(lane.receivers) for n in lane.receivers}
@@ -325,6 +331,7 @@ class Sending:
                 acknowledge(self._lanes, message, number)
             case wire.Present() if message.update == self._number:
                 self._present.add(number)
+                peer.ready = False  # it may have said so once more before it saw the update
             case wire.Accept() if message.update == self._number:
                 self._accepted.add(number)
             case wire.Applied() if message.update == self._number:
@@ -380,7 +387,7 @@ class _Stream:
 
     def packing(self) -> AbstractContextManager[object]:
         assert self._slot is not None
-        return self.lane.exporter.packing(self._slot)
+        return self.lane.packing(self._slot)
 
     def emit(self, pieces: tuple[Piece, ...], *, last: bool) -> None:
         """Send the slot at hand."""

@@ -6,6 +6,7 @@ import select
 from typing import TYPE_CHECKING
 
 from transportkit.errors import PeerLostError
+from transportkit.link import CONTROL
 from transportkit.link import wait as wait_links
 from transportkit.transport import Wiring
 
@@ -54,9 +55,16 @@ class LinkWiring(Wiring):
             raise
 
     def recv_payload(self, limit: int, deadline: Deadline) -> bytes:
-        (link,) = self._links.values()
-        return link.recv_payload(limit, deadline)
+        return self._payload_link(deadline).recv_payload(limit, deadline)
 
     def recv_payload_into(self, view: memoryview, deadline: Deadline) -> None:
+        self._payload_link(deadline).recv_payload_into(view, deadline)
+
+    def _payload_link(self, deadline: Deadline) -> Link:
+        """The link, with its next frame at hand; what the sender says instead of a payload is raised."""
         (link,) = self._links.values()
-        link.recv_payload_into(view, deadline)
+        while not link.poll():
+            wait_links([link], deadline)
+        if link.kind_at_hand() == CONTROL:
+            self._check()
+        return link

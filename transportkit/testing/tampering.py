@@ -56,6 +56,9 @@ class TamperedLink(Link):
     def poll(self) -> bool:
         return self._link.poll()
 
+    def kind_at_hand(self) -> int | None:
+        return self._link.kind_at_hand()
+
     def fileno(self) -> int:
         return self._link.fileno()
 
