@@ -1,8 +1,8 @@
-"""Real processes for the tests of whole sessions: started quickly, watched, ended by their ids; no assertion belongs here.
+"""Real processes for the tests of whole sessions: started quickly, watched, ended by their ids; asserts nothing.
 
-A `Child` runs one function of a test module in a process of its own, forked from a server that has imported torch already.
-The function gets a `Talk` to its parent. When it ends, what it returned or raised travels to the parent, together with the
-descriptors that it left open.
+A `Child` runs one function of a test module in a process of its own, forked from a server that has imported torch
+already. The function gets a `Talk` to its parent. When it ends, what it returned or raised travels to the parent,
+together with the descriptors that it left open.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -41,7 +41,15 @@ PATIENCE = 30.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["pytest", "torch", "psutil", "transportkit.session", "transportkit.backends.pickle", "transportkit_shm.shm", __name__]
+    [
+        "pytest",
+        "torch",
+        "psutil",
+        "transportkit.session",
+        "transportkit.backends.pickle",
+        "transportkit_shm.shm",
+        __name__,
+    ]
 )
 
 
@@ -151,7 +159,7 @@ class Child:
             self._process.join(5)
         self._connection.close()
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -305,9 +313,7 @@ def leftovers(before: dict[int, str], grace: float = 2.0) -> list[str]:
 # -- where a process kills itself -------------------------------------------------------------------------------------
 
 
-def die_at(
-    place: str, when: str = "before", call: int = 1, argument: str = "", number: int = signal.SIGKILL
-) -> None:
+def die_at(place: str, when: str = "before", call: int = 1, argument: str = "", number: int = signal.SIGKILL) -> None:
     """Have this process kill itself, as ``kill -9`` would, at a call of one function.
 
     Args:

@@ -31,10 +31,13 @@ from __future__ import annotations
 import abc
 import contextlib
 import enum
+import select
 from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 
+from transportkit.deadline import Deadline
+from transportkit.errors import DeadlineError
 from transportkit.wire import EMPTY, Chunk, Location, Offer, Site, Terms, Unavailable
 
 if TYPE_CHECKING:
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
     from msgspec import Raw
     from torch import Tensor
 
-    from transportkit.deadline import Deadline
+    from transportkit.errors import BackendError
 
 __all__ = [
     "API_VERSION",
@@ -65,6 +68,9 @@ __all__ = [
 
 #: The version of this contract. A backend declares the one it was written for.
 API_VERSION = 1
+
+#: How long `Wiring.lost` waits for the links to say why, in seconds.
+NEWS_SECONDS = 1.0
 
 
 class Reach(enum.IntEnum):
@@ -132,6 +138,25 @@ class Wiring(abc.ABC):
 
         Raises what `check` raises, and `DeadlineError`.
         """
+
+    def wait_writable(self, fileno: int, deadline: Deadline) -> None:
+        """Wait until a descriptor of the backend takes bytes, as `wait_readable` does for the other direction."""
+        with select.epoll() as poll:  # an epoll is readable itself once what it watches is ready
+            poll.register(fileno, select.EPOLLOUT)
+            self.wait_readable(poll.fileno(), deadline)
+
+    def lost(self, error: BackendError) -> BackendError:
+        """What to raise where the other end hung up on the backend's own channel: ``raise wiring.lost(error)``.
+
+        Why it did comes down the link, perhaps a moment later. This waits that moment and raises what `check` raises;
+        where the links have nothing to say, it returns ``error``.
+        """
+        try:
+            with select.epoll() as nothing:
+                self.wait_readable(nothing.fileno(), Deadline(NEWS_SECONDS, "reason from the peer"))
+        except DeadlineError:
+            pass
+        return error
 
     @abc.abstractmethod
     def send_payload(self, receiver: int, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:

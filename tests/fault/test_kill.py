@@ -132,7 +132,9 @@ def test_the_sender_survives_its_receiver(folder: Path, backend: str, step: str)
     ],
     ids=["preamble passed", "before its hello", "before the preamble"],
 )
-def test_a_receiver_that_dies_before_its_hello_costs_only_itself(folder: Path, backend: str, die: tuple[str, str]) -> None:
+def test_a_receiver_that_dies_before_its_hello_costs_only_itself(
+    folder: Path, backend: str, die: tuple[str, str]
+) -> None:
     address = f"unix:{folder}/s"
     keywords: dict[str, Any] = {"backends": [backend]}
     with Child(ends.serve_one, address, keywords) as sender:
@@ -196,7 +198,7 @@ def test_the_receiver_survives_its_sender(folder: Path, backend: str, step: str)
     ):
         error = noticed(receiver, sender)
     assert isinstance(error, tk.PeerLostError)
-    if step not in ("arrival",):
+    if step != "arrival":
         assert f"pid {sender.pid}" in str(error)
     assert ends.session_works(address, backends=[backend]) == backend
     assert swept(folder) == []

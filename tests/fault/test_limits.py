@@ -1,4 +1,4 @@
-"""Too few descriptors, too little memory or space: the value arrives, over another backend that says why, or a typed error."""
+"""Too few descriptors, too little memory or space: the value arrives, over another backend maybe, or a typed error."""
 
 from __future__ import annotations
 
@@ -81,10 +81,8 @@ def starved(talk: Talk, room: int, side: str, address: str, keywords: dict[str, 
     """A side that may open so many more descriptors."""
     model()  # torch looks at the processor once, and takes another path where it cannot
     used = max(ends.descriptors()) + 1
-    filling = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, used + 60))
-    for _ in range(60 - room):
-        filling.append(os.dup(0))
+    filling = [os.dup(0) for _ in range(60 - room)]
     try:
         run = {"send": ends.serve_one, "receive": ends.one_update}[side]
         return run(None, address, keywords)
@@ -95,7 +93,7 @@ def starved(talk: Talk, room: int, side: str, address: str, keywords: dict[str, 
             os.close(number)
 
 
-@pytest.mark.parametrize("room", range(0, 9))
+@pytest.mark.parametrize("room", range(9))
 @pytest.mark.parametrize("side", ["send", "receive"])
 def test_a_side_with_hardly_any_descriptor_left(folder: Path, side: str, room: int) -> None:
     address = f"unix:{folder}/s"

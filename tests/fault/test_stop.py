@@ -1,11 +1,10 @@
-"""``SIGSTOP`` of either side: the other raises a typed timeout on time, and the stopped one learns of it when it goes on."""
+"""``SIGSTOP`` of either side: the other raises a typed timeout on time, and the stopped one learns of it later."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +15,7 @@ import transportkit as tk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(60)
 

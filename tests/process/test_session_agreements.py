@@ -99,7 +99,14 @@ def environed_receiver(talk: Talk, address: str, keywords: dict[str, Any]) -> st
         ({}, {"TRANSPORTKIT_DISABLE": "shm"}, None, None, "pickle", "shm: not taken: disabled at the receiver"),
         ({}, {}, ["pickle", "shm"], None, "pickle", "shm: not taken: costs more"),
         ({}, {}, None, ["pickle", "shm"], "shm", "pickle: not taken: costs more"),  # the receiver's list only filters
-        ({"TRANSPORTKIT_BACKENDS": "shm"}, {}, ["pickle", "shm"], None, "shm", "pickle: not taken: not in the sender's"),
+        (
+            {"TRANSPORTKIT_BACKENDS": "shm"},
+            {},
+            ["pickle", "shm"],
+            None,
+            "shm",
+            "pickle: not taken: not in the sender's",
+        ),
     ],
 )
 def test_what_the_environment_and_the_keyword_allow(
@@ -348,7 +355,9 @@ def test_a_session_survives_what_a_child_of_it_does() -> None:
     """Neither sockets nor shared memory go to a process that is started meanwhile."""
     sender = tk.serve("tcp://127.0.0.1:0", wait=20)
     with Remote("receive", sender.address) as remote, sender:
-        told = subprocess.run(["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, check=True, close_fds=False)
+        told = subprocess.run(
+            ["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, check=True, close_fds=False
+        )
         assert "memfd" not in told.stdout
         assert "socket" not in told.stdout
         pid = os.fork()

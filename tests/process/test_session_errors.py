@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +16,7 @@ import transportkit as tk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -274,14 +274,19 @@ def test_an_exception_through_the_with_block_travels_with_its_text(folder: Path,
             receiver.result()
 
 
+def boom_sending(address: str, backend: str, remote: Remote) -> None:
+    with tk.serve(address, backends=[backend], wait=20) as sender:
+        next_works(sender, remote)
+        remote.start(failed_load)
+        time.sleep(0.1)
+        raise ZeroDivisionError("boom 42")
+
+
 def test_an_exception_through_the_sender_travels_with_its_text(folder: Path, backend: str) -> None:
     address = f"unix:{folder}/s"
     with Remote("receive", address) as remote:
-        with pytest.raises(ZeroDivisionError), tk.serve(address, backends=[backend], wait=20) as sender:
-            next_works(sender, remote)
-            remote.start(failed_load)
-            time.sleep(0.1)
-            raise ZeroDivisionError("boom 42")
+        with pytest.raises(ZeroDivisionError):
+            boom_sending(address, backend, remote)
         error, version = remote.answer()
         assert isinstance(error, tk.PeerFailedError)
         assert error.code == "ZeroDivisionError"

@@ -1,4 +1,4 @@
-"""Sessions over links that are not addresses: `pair` with every way of starting a process, and channels of the user's own."""
+"""Sessions over links that are not addresses: `pair`, with every start method, and channels of the user's own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 import session_ends as ends
@@ -59,7 +59,7 @@ class Started:
             self.process.start()
         theirs.close()
 
-    def __enter__(self) -> Started:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -213,8 +213,7 @@ class OverQueues:
 def over_connection(talk: Talk, connection: Connection, kind: str) -> list[list[str]]:
     link: Any = OverConnection(connection) if kind == "descriptor" else WithoutDescriptor(connection)
     with tk.Receiver(link=link, timeout=20) as receiver:
-        outcome = [load(receiver, seed)[0] for seed in (1, 2, 3)]
-    return outcome
+        return [load(receiver, seed)[0] for seed in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("kind", ["descriptor", "none"])

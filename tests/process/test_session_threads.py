@@ -7,18 +7,19 @@ import os
 import threading
 import time
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import session_ends as ends
-import torch
 from session_ends import BACKENDS, Child, Remote, Talk, caught, load, model, zeros
 
 import transportkit as tk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    import torch
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -214,7 +215,7 @@ def test_calls_after_the_end(folder: Path, backend: str) -> None:
         remote.finish()
         sender.close()
         sender.close()
-        for call in (lambda: sender.send(model()), sender.wait, lambda: sender.__enter__()):
+        for call in (lambda: sender.send(model()), sender.wait, sender.__enter__):
             error, _ = caught(call)
             assert isinstance(error, tk.ClosedError)
     receiver_calls = Child(closed_receiver, f"unix:{folder}/t")

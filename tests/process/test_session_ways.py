@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +15,7 @@ import transportkit as tk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -165,7 +165,11 @@ def test_every_kind_of_source(folder: Path, backend: str, kind: str) -> None:
                 report = sender.send(sources(kind), progress=lambda *numbers: told.append(numbers))
                 wrong, (tensors, nbytes, total_known) = remote.answer()
                 assert wrong == []
-                assert (report.tensors, report.nbytes) == (tensors, nbytes) == (20, sum(t.nbytes for _, t in sources("list")))
+                assert (
+                    (report.tensors, report.nbytes)
+                    == (tensors, nbytes)
+                    == (20, sum(t.nbytes for _, t in sources("list")))
+                )
                 assert total_known == (kind in ("mapping", "module", "Source"))
                 assert [done for done, _ in told] == sorted({done for done, _ in told})
                 assert told[0][0] == 0
@@ -277,14 +281,18 @@ def test_strict_and_cast(folder: Path, backend: str, streamed: bool) -> None:
             remote.finish()
 
 
+WRONG_TARGETS: dict[str, Any] = {
+    "shape": lambda: {"a": torch.zeros(3, 2), "b": torch.zeros(3)},
+    "dtype": lambda: {"a": torch.zeros(2, 3, dtype=torch.float64), "b": torch.zeros(3)},
+    "lacks": lambda: {"b": torch.zeros(3)},
+    "more": lambda: {"a": torch.zeros(2, 3), "b": torch.zeros(3), "c": torch.zeros(1)},
+}
+
+
 def wrong_targets(receiver: tk.Receiver) -> list[tuple[str, str, bool]]:
     outcomes = []
-    for name, target in [
-        ("shape", {"a": torch.zeros(3, 2), "b": torch.zeros(3)}),
-        ("dtype", {"a": torch.zeros(2, 3, dtype=torch.float64), "b": torch.zeros(3)}),
-        ("lacks", {"b": torch.zeros(3)}),
-        ("more", {"a": torch.zeros(2, 3), "b": torch.zeros(3), "c": torch.zeros(1)}),
-    ]:
+    for name, make in WRONG_TARGETS.items():
+        target = make()
         error, _ = caught(receiver.load_into, target)
         assert isinstance(error, tk.TargetError), error
         outcomes.append((name, error.tensor, any(bool(t.any()) for t in target.values())))
@@ -301,7 +309,12 @@ def test_a_target_that_does_not_suit_is_left_alone(folder: Path, backend: str) -
                 assert isinstance(error, tk.PeerFailedError)
                 assert error.code == "TargetError"
                 assert error.torn == ()
-            assert remote.answer() == [("shape", "a", False), ("dtype", "a", False), ("lacks", "a", False), ("more", "c", False)]
+            assert remote.answer() == [
+                ("shape", "a", False),
+                ("dtype", "a", False),
+                ("lacks", "a", False),
+                ("more", "c", False),
+            ]
             remote.start(load)
             sender.send(model())
             wrong, _ = remote.answer()
@@ -310,6 +323,9 @@ def test_a_target_that_does_not_suit_is_left_alone(folder: Path, backend: str) -
 
 
 # -- cases ------------------------------------------------------------------------------------------------------------
+
+TWO_BYTES = (torch.bfloat16, torch.float16)
+ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 CASES: dict[str, Any] = {
     "scalars": lambda: {"a": torch.tensor(1.5), "b": torch.ones(2, 2), "c": torch.tensor(3, dtype=torch.int16)},
@@ -348,14 +364,23 @@ CASES: dict[str, Any] = {
         "embedding": torch.randn(int(3.2 * (1 << 18))),
         **{f"u{n}": torch.randn(10) for n in range(3)},
     },
-    "every bit pattern": lambda: {
-        str(dtype): torch.arange(1 << 16).to(torch.int32).to(torch.uint16).view(dtype) for dtype in (torch.bfloat16, torch.float16)
-    }
-    | {
-        str(dtype): torch.arange(256, dtype=torch.uint8).view(dtype)
-        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+    "every bit pattern": lambda: (
+        {
+            str(dtype): torch.arange(1 << 16).to(torch.int32).to(torch.uint16).view(dtype)
+            for dtype in (torch.bfloat16, torch.float16)
+        }
+        | {
+            str(dtype): torch.arange(256, dtype=torch.uint8).view(dtype)
+            for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+        }
+    ),
+    "names": lambda: {
+        "ä/ü": torch.ones(1),
+        "a.b.c": torch.ones(2),
+        " ": torch.ones(3),
+        "x" * 5000: torch.ones(4),
+        "\n": torch.ones(1),
     },
-    "names": lambda: {"ä/ü": torch.ones(1), "a.b.c": torch.ones(2), " ": torch.ones(3), "x" * 5000: torch.ones(4), "\n": torch.ones(1)},
 }
 
 

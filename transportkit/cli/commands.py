@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable
@@ -31,6 +32,17 @@ def nbytes(text: str) -> int:
     return int(value)
 
 
+def seconds(text: str) -> float:
+    """A positive, finite number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise click.BadParameter(f"{text!r} is no positive number of seconds")
+    return value
+
+
 def written_address(text: str) -> str:
     """An address. ``unix:~/...`` is below the home directory: no shell expands a tilde after a colon."""
     if text.startswith("unix:~"):
@@ -42,7 +54,6 @@ def written_address(text: str) -> str:
     return text
 
 
-SECONDS = click.FloatRange(min=0, min_open=True, max=1e9)
 ADDRESS = click.argument("address", type=written_address)
 
 
@@ -69,11 +80,11 @@ TRANSFER = [
     ),
     click.option("--slots", type=click.IntRange(min=1), help="Chunks under way at once.  [default: 3]"),
     click.option("--no-checksum", is_flag=True, help="Take no digests, if the other side says so, too."),
-    click.option("--timeout", type=SECONDS, help="Bound on the lack of progress, in seconds.  [default: 60]"),
+    click.option("--timeout", type=seconds, metavar="SECONDS", help="Bound on the lack of progress.  [default: 60]"),
 ]
 SESSION = [
     *TRANSFER,
-    click.option("--wait", type=SECONDS, help="Bound on waiting for the other side to come, in seconds."),
+    click.option("--wait", type=seconds, metavar="SECONDS", help="Bound on waiting for the other side to come."),
     click.option(
         "--authkey-file", type=click.Path(path_type=Path), metavar="FILE", help="Holds the secret that both sides know."
     ),
@@ -197,6 +208,29 @@ def doctor(address: str, **given: Any) -> Job:
         from transportkit.cli.doctor import run
 
         run(address, _keywords(given))
+
+    return job
+
+
+@transportkit.command("new-backend")
+@click.argument("name")
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A new or empty directory to write to.  [default: transportkit-NAME]",
+)
+@everywhere
+def new_backend(name: str, directory: Path | None) -> Job:
+    """Write a plugin distribution: a backend that works, its tests, its pyproject.toml.
+
+    NAME becomes the backend's name, and transportkit-NAME the distribution's.
+    """
+
+    def job() -> None:
+        from transportkit.cli.new_backend import run
+
+        run(name, directory)
 
     return job
 

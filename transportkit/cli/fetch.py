@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from transportkit.cli import CommandError, require
 from transportkit.cli.terminal import bar, count, rate, say, size
 from transportkit.cli.unfinished import Unfinished
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -49,30 +49,24 @@ def run(address: str, out: Path, keywords: dict[str, Any], *, quiet: bool) -> No
 def _take(receiver: Receiver, file: Unfinished, tick: Tick) -> Update:
     """Write the next update into the file, chunk by chunk."""
     writer: _Placed | _Spooled | None = None
-    landed: list[Update] = []
     with contextlib.ExitStack() as stack:
-        for lease in _leases(receiver, tick, landed):
+        for lease in receiver.chunks(progress=tick):
             writer = writer or _begin(receiver, file, stack)
             writer.take(lease)
-        (update,) = landed
+        update = receiver.last
+        assert update is not None
         if writer is None:  # an update without a single tensor has no chunk
             writer = _Placed(file, (), update.metadata)
         writer.finish(update)
     return update
 
 
-def _leases(receiver: Receiver, tick: Tick, landed: list[Update]) -> Iterator[Lease]:
-    """The leases of the next update; what `Receiver.chunks` returns at its end goes into a list."""
-    landed.append((yield from cast("Generator[Lease, None, Update]", receiver.chunks(progress=tick))))
-
-
 def _begin(receiver: Receiver, file: Unfinished, stack: contextlib.ExitStack) -> _Placed | _Spooled:
-    # `chunks` has no public way yet to tell what its update brings; see `Receiver._current`.
-    current = receiver._current
-    assert current is not None
-    if current.streamed:
+    incoming = receiver.incoming
+    assert incoming is not None
+    if incoming.specs is None:
         return _Spooled(file, stack)
-    return _Placed(file, tuple(current.specs), current._manifest.metadata)
+    return _Placed(file, incoming.specs, incoming.metadata)
 
 
 class _Placed:

@@ -277,7 +277,9 @@ class Receiving:
             self._plan.append((pieces, nbytes))
         self._seq += 1
         self._last = header.last
-        deadline = Deadline(self._inlet.timeout, f"chunk {header.seq} over {self._terms.backend} from {self._inlet.name}")
+        deadline = Deadline(
+            self._inlet.timeout, f"chunk {header.seq} over {self._terms.backend} from {self._inlet.name}"
+        )
         chunk = self._imports.open(header, deadline)
         try:
             check_digest(self._terms, chunk)
@@ -289,7 +291,9 @@ class Receiving:
 
     def _discard(self, header: wire.Chunk) -> None:
         """Pass over a chunk of an update that failed here; its slot goes back to the sender."""
-        deadline = Deadline(self._inlet.timeout, f"chunk {header.seq} over {self._terms.backend} from {self._inlet.name}")
+        deadline = Deadline(
+            self._inlet.timeout, f"chunk {header.seq} over {self._terms.backend} from {self._inlet.name}"
+        )
         self._imports.settle()
         self._imports.release(self._imports.open(header, deadline))
 

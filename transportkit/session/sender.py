@@ -243,18 +243,17 @@ class Sender:
 
     def _failed(self, sending: Sending, error: BaseException) -> None:
         """An update ended early: the receivers are told, and the session is as before or closed."""
+        sending.abort(error)
+        if sending.settled(error):
+            words = sending.last_words()
+            if words is not None and isinstance(error, PeerFailedError):
+                error.code, error.text = words.code, words.text
+                error.args = (f"{error.peer} failed: {words.code}: {words.text}", *error.args[1:])
         torn = sending.torn
         if torn and isinstance(error, TransportKitError):
             error.torn = torn
             error.args = (f"{error.args[0]}; torn: {', '.join(torn)}", *error.args[1:])
-        if sending.settled(error):
-            sending.abort(error)
-            words = sending.last_words()
-            if words and isinstance(error, PeerFailedError):
-                error.text = f"{error.text}: {words}"
-                error.args = (f"{error.args[0]}: {words}", *error.args[1:])
-        else:
-            sending.abort(error)
+        if not sending.settled(error):
             self._end(error)
 
     # -- beginning and end --------------------------------------------------------------------------------------------

@@ -109,6 +109,7 @@ class Sending:
         self._begun: set[int] = set()
         self._present: set[int] = set()
         self._accepted: set[int] = set()
+        self._committed = False
         self._applied: set[int] = set()
         self._failed: dict[int, wire.Failed] = {}
         self._streams: list[_Stream] = []
@@ -166,18 +167,17 @@ class Sending:
             return not self.began and not isinstance(error, SilentPeerError)
         return isinstance(error, UpdateError | TensorError)
 
-    def last_words(self) -> str:
-        """What a receiver that left its loop says of the reason, if it says anything soon; empty otherwise."""
+    def last_words(self) -> PeerFailedError | None:
+        """What a receiver that left its loop says of the reason, if it says anything soon."""
         left = [number for number, failed in self._failed.items() if failed.code == "LoopLeft"]
-        if not left:
-            return ""
         try:
-            self._peers.wait(lambda: False, lambda: left, "last words", deadline=Deadline(LAST_WORDS, "last words"))
+            if left:
+                self._peers.wait(lambda: False, lambda: left, "last words", deadline=Deadline(LAST_WORDS, "last words"))
         except PeerFailedError as error:
-            return f"{error.code}: {error.text}"
+            return error
         except TransportKitError:
             pass
-        return ""
+        return None
 
     @property
     def torn(self) -> tuple[str, ...]:
@@ -275,6 +275,7 @@ class Sending:
         return tuple(sent)
 
     def _commit(self, sent: tuple[TensorSpec, ...], identity: str) -> None:
+        self._committed = True
         for stream in self._streams:
             for number in stream.lane.receivers:
                 message = wire.Commit(self._number, stream.seq, self._sent, len(sent), identity)
@@ -334,7 +335,7 @@ class Sending:
                 peer.ready = False  # it may have said so once more before it saw the update
             case wire.Accept() if message.update == self._number:
                 self._accepted.add(number)
-            case wire.Applied() if message.update == self._number:
+            case wire.Applied() if message.update == self._number and self._committed:
                 stream = next(s for s in self._streams if number in s.lane.receivers)
                 if (message.chunks, message.nbytes) != (stream.seq, self._sent):
                     raise ProtocolError(
