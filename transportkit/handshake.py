@@ -1,56 +1,27 @@
-"""The handshake without I/O: hellos in, agreement out, and the order of messages on one link.
+"""The handshake without I/O: hellos in, agreement out.
 
-`negotiate` is a pure function; both sides can repeat it, and the same hellos give the same agreement. `Conversation`
-is the table of which message may follow which. Who sends them, and when to give up, is `transportkit.session`'s
-business.
-
-The conversation between a sender (S) and one receiver (R)::
-
-    START --hello of one, hello of the other--> GREETED
-    GREETED     S proposal --> PROPOSED      S refusal --> ENDED      S inspected --> ENDED
-    PROPOSED    R joined --> JOINED          R declined --> GREETED
-    JOINED      S connect --> CONNECTING     S proposal --> PROPOSED  (another receiver of the lane declined)
-    CONNECTING  S chunk, R ack --> CONNECTING   R proof --> PROVEN    R declined --> GREETED
-    PROVEN      S agreed --> AGREED          S proposal --> PROPOSED  (another receiver's trial failed)
-    any         waiting --> same state       S refusal, bye of either --> ENDED
-
-A sender that gives a trial up sends the next proposal at once, so answers to the old one may still arrive; likewise
-what it sent before it heard that its proposal was declined. Each carries the number of its proposal (``attempt``),
-and stale ones are dropped before they reach the table.
+`negotiate` is a pure function; both sides can repeat it, and the same hellos give the same agreement. Which message may
+follow which is `transportkit.conversation`'s; who sends them, and when to give up, is `transportkit.session`'s.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import attrs
 
-from transportkit.errors import ProtocolError
 from transportkit.transport import Match, Mismatch, Side
 from transportkit.wire import (
-    Ack,
-    Agreed,
     Agreement,
     Assignment,
-    Bye,
-    Chunk,
-    Connect,
-    Declined,
     Digest,
     Hello,
-    Inspected,
-    Joined,
-    Message,
-    Proof,
     Proposal,
     Refusal,
-    Role,
     Terms,
     Unavailable,
     Verdict,
-    Waiting,
 )
 
 if TYPE_CHECKING:
@@ -60,118 +31,6 @@ if TYPE_CHECKING:
 
 Strikes = Mapping[tuple[int, str], str]
 """What was tried in vain: (receiver, backend) to the reason."""
-
-
-# -- the order of messages --------------------------------------------------------------------------------------------
-
-
-class State(enum.Enum):
-    """Where the conversation on one link stands."""
-
-    START = "start"
-    SENDER_CAME = "sender came"
-    RECEIVER_CAME = "receiver came"
-    GREETED = "greeted"
-    PROPOSED = "proposed"
-    JOINED = "joined"
-    CONNECTING = "connecting"
-    PROVEN = "proven"
-    AGREED = "agreed"
-    ENDED = "ended"
-
-
-TRANSITIONS: dict[tuple[State, Role, type], State] = {
-    (State.START, "sender", Hello): State.SENDER_CAME,
-    (State.START, "receiver", Hello): State.RECEIVER_CAME,
-    (State.SENDER_CAME, "receiver", Hello): State.GREETED,
-    (State.RECEIVER_CAME, "sender", Hello): State.GREETED,
-    (State.GREETED, "sender", Proposal): State.PROPOSED,
-    (State.GREETED, "sender", Inspected): State.ENDED,
-    (State.PROPOSED, "receiver", Joined): State.JOINED,
-    (State.PROPOSED, "receiver", Declined): State.GREETED,
-    (State.PROPOSED, "sender", Proposal): State.PROPOSED,
-    (State.JOINED, "sender", Connect): State.CONNECTING,
-    (State.JOINED, "sender", Proposal): State.PROPOSED,
-    (State.JOINED, "receiver", Declined): State.GREETED,
-    (State.CONNECTING, "sender", Chunk): State.CONNECTING,
-    (State.CONNECTING, "receiver", Ack): State.CONNECTING,
-    (State.CONNECTING, "receiver", Proof): State.PROVEN,
-    (State.CONNECTING, "receiver", Declined): State.GREETED,
-    (State.CONNECTING, "sender", Proposal): State.PROPOSED,
-    (State.PROVEN, "sender", Agreed): State.AGREED,
-    (State.PROVEN, "sender", Proposal): State.PROPOSED,
-}
-for _state in State:
-    if _state not in (State.AGREED, State.ENDED):
-        for _role in ("sender", "receiver"):
-            TRANSITIONS[_state, _role, Waiting] = _state
-            TRANSITIONS[_state, _role, Bye] = State.ENDED
-            TRANSITIONS[_state, _role, Refusal] = State.ENDED
-
-
-class Conversation:
-    """The handshake on one link, seen from either side.
-
-    Args:
-        me: this side's role.
-    """
-
-    def __init__(self, me: Role) -> None:
-        self.me: Role = me
-        self.peer: Role = "receiver" if me == "sender" else "sender"
-        self.state = State.START
-        self.attempt = 0
-
-    def sent(self, message: Message) -> None:
-        """This side sent it. Raises `ProtocolError` if it may not, which is a fault of ours."""
-        self._step(self.me, message)
-
-    def received(self, message: Message) -> bool:
-        """The peer sent it; False when it answers an earlier proposal and is to be dropped.
-
-        Raises `ProtocolError` when it may not come now.
-        """
-        if self._stale(message):
-            return False
-        self._step(self.peer, message)
-        return True
-
-    def _stale(self, message: Message) -> bool:
-        match message:
-            case Connect():
-                return message.attempt < self.attempt + self._declined
-            case Chunk():
-                return message.update < 0 and -message.update < self.attempt + self._declined
-            case Joined() | Declined() | Proof():
-                return message.attempt < self.attempt
-            case Ack():
-                return message.update < 0 and -message.update < self.attempt
-            case _:
-                return False
-
-    @property
-    def _declined(self) -> bool:
-        """Whether the last proposal was: what the sender sent before it heard of that may still arrive."""
-        return self.state is State.GREETED and self.attempt > 0
-
-    def _step(self, role: Role, message: Message) -> None:
-        following = TRANSITIONS.get((self.state, role, type(message)))
-        if following is None:
-            raise ProtocolError(
-                f"the {role} sent {type(message).__name__.lower()} where the handshake is {self.state.value}"
-            )
-        if isinstance(message, Proposal):
-            if message.attempt <= self.attempt:
-                raise ProtocolError(f"proposal {message.attempt} came after proposal {self.attempt}")
-            self.attempt = message.attempt
-        elif isinstance(message, Joined | Declined | Connect | Proof) and message.attempt != self.attempt:
-            raise ProtocolError(f"an answer to proposal {message.attempt} came, but only {self.attempt} were made")
-        elif isinstance(message, Hello) and message.role != role:
-            raise ProtocolError(f"both ends are {message.role}s; connect a receiver (`connect`) to a sender (`serve`)")
-        self.state = following
-
-
-# -- the choice -------------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen

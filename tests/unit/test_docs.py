@@ -23,7 +23,7 @@ import msgspec
 import pytest
 
 import transportkit
-from transportkit import errors, handshake, wire
+from transportkit import conversation, errors, wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -274,7 +274,7 @@ def test_the_wire_format_has_every_field(struct: type[msgspec.Struct]) -> None:
 
 def test_the_wire_format_has_every_transition() -> None:
     told = {tuple(row) for row in _rows()}
-    for (state, role, message), following in handshake.TRANSITIONS.items():
+    for (state, role, message), following in conversation.TRANSITIONS.items():
         tag = message.__struct_config__.tag  # type: ignore[attr-defined]
         if tag not in ("waiting", "bye", "refusal"):
             assert (state.value, f"`{tag}`", role, following.value) in told

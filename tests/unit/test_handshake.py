@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transportkit import wire
+from transportkit.conversation import TRANSITIONS, Conversation, State
 from transportkit.errors import ProtocolError
-from transportkit.handshake import TRANSITIONS, Conversation, Outcome, State, negotiate, verify
+from transportkit.handshake import Outcome, negotiate, verify
 from transportkit.transport import Match, Mismatch, Reach, Side, Transport
 from transportkit.wire import Hello, Refusal, Unavailable
 

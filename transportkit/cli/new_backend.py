@@ -1,4 +1,4 @@
-"""`transportkit new-backend`: writes a plugin distribution with a backend that works; its text is in `plugin_template`."""
+"""`transportkit new-backend`: writes a plugin distribution with a backend that works; its text is `plugin_template`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transportkit.errors import UsageError
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", re.ASCII)
 
 #: So that the lines of the files stay as they are wrapped.
-LONGEST = 30
+LONGEST = 24
 
 PREFIX = "transportkit-"
 
@@ -57,7 +57,8 @@ def check(name: str) -> None:
     """Raise `UsageError` unless this can be the name of a new backend."""
     if not NAME.fullmatch(name):
         raise UsageError(
-            f"{name!r} cannot name a backend: give lower-case letters and digits, a letter first, single hyphens between words"
+            f"{name!r} cannot name a backend: write it in lower-case letters and digits, a letter first, "
+            "with single hyphens between words"
         )
     if len(name) > LONGEST:
         raise UsageError(f"{name!r} is too long: {LONGEST} characters at most")

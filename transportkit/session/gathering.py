@@ -10,9 +10,10 @@ import threading
 from typing import TYPE_CHECKING
 
 from transportkit import wire
+from transportkit.conversation import Conversation
 from transportkit.deadline import Deadline
 from transportkit.errors import ClosedError, DeadlineError, ProtocolError, TransportKitError
-from transportkit.handshake import Conversation, negotiate, peer_text
+from transportkit.handshake import negotiate, peer_text
 from transportkit.link import wait as wait_links
 from transportkit.link.base import close_in_child
 from transportkit.listener import Listener

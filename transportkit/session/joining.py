@@ -10,6 +10,7 @@ import attrs
 
 from transportkit import wire
 from transportkit.chunk import digest
+from transportkit.conversation import Conversation, State
 from transportkit.deadline import Deadline
 from transportkit.errors import (
     AuthenticationError,
@@ -21,7 +22,7 @@ from transportkit.errors import (
     ProtocolError,
     VersionError,
 )
-from transportkit.handshake import Conversation, State, peer_text, verify
+from transportkit.handshake import peer_text, verify
 from transportkit.lifecycle import Imported, Imports, memory_of, translated
 from transportkit.session.peers import BEATS, SilentPeerError
 from transportkit.session.wiring import LinkWiring

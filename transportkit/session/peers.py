@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from transportkit import wire
 from transportkit.deadline import Deadline
 from transportkit.errors import DeadlineError, PeerClosedError, PeerError, PeerFailedError, PeerLostError, ProtocolError
-from transportkit.handshake import Conversation, peer_text
+from transportkit.handshake import peer_text
 from transportkit.link import wait as wait_links
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from transportkit.conversation import Conversation
     from transportkit.link import Link
 
 MESSAGES_AT_ONCE = 1000

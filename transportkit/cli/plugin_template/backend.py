@@ -1,4 +1,4 @@
-"""The backend `sketch`: chunks through a unix socket of its own. It works; put what you have where the socket is."""
+"""The backend `sketch`: chunks through a unix socket of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-ADDRESS = b"\0transportkit-sketch-"  # how the address begins: an abstract one is no file, and gone with its process
+ADDRESS = b"\0transportkit-sketch-"  # of an abstract socket: no file, gone with its process
 PREFIX = struct.Struct("!qqq")  # what goes before a chunk's bytes: its update, its number, its length
 
 
