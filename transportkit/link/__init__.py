@@ -7,7 +7,7 @@ an object of the user's.
 from __future__ import annotations
 
 from transportkit.link.base import CONTROL, HEAD, PAYLOAD, Link, close_in_child, wait
-from transportkit.link.custom import CustomLink, UserLink
+from transportkit.link.custom import CustomLink, UserLink, as_link
 from transportkit.link.sockets import READ_AHEAD, SocketLink, pair_sockets
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Link",
     "SocketLink",
     "UserLink",
+    "as_link",
     "close_in_child",
     "pair_sockets",
     "wait",

@@ -299,3 +299,13 @@ def _read_on(user: UserLink, inbox: _Inbox) -> None:
     while not inbox.stopped and inbox.end is None:
         if inbox.has_room():
             inbox.turn(user, _TURN)
+
+
+def as_link(link: Any) -> Link:
+    """One of our links, or an adapter around an object of the user's."""
+    if isinstance(link, Link):
+        return link
+    for method in ("send", "recv", "close"):
+        if not callable(getattr(link, method, None)):
+            raise UsageError(f"a link needs send(data, timeout), recv(timeout) and close(); {link!r} has no {method}()")
+    return CustomLink(link)

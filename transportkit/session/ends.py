@@ -13,7 +13,7 @@ import attrs
 from transportkit import wire
 from transportkit.deadline import Deadline
 from transportkit.errors import ClosedError, ProtocolError, UsageError
-from transportkit.link import CustomLink, Link, SocketLink, pair_sockets
+from transportkit.link import Link, SocketLink, pair_sockets
 from transportkit.listener import dial
 from transportkit.registry import choose
 from transportkit.session.inlet import Inlet
@@ -232,13 +232,3 @@ class PairedReceiver(_Paired, Receiver):
 def _inherit(cls: type[PairedSender | PairedReceiver], sock: socket.socket, *rest: Any) -> Any:
     ends = _Ends(sock, None) if cls is PairedSender else _Ends(None, sock)
     return cls(ends, *rest)
-
-
-def as_link(link: Any) -> Link:
-    """One of our links, or an adapter around an object of the user's."""
-    if isinstance(link, Link):
-        return link
-    for method in ("send", "recv", "close"):
-        if not callable(getattr(link, method, None)):
-            raise UsageError(f"a link needs send(data, timeout), recv(timeout) and close(); {link!r} has no {method}()")
-    return CustomLink(link)

@@ -17,6 +17,7 @@ from transportkit.errors import (
     TransportKitError,
     UsageError,
 )
+from transportkit.link import as_link
 from transportkit.manifest import dtype_names
 from transportkit.registry import choose
 from transportkit.session.guard import Guard
@@ -62,8 +63,6 @@ class Receiver:
                 ``fileno()``.
             **keywords: as for `connect`.
         """
-        from transportkit.session.ends import as_link
-
         self._start(as_link(link), options(keywords), {})
 
     @classmethod

@@ -17,6 +17,7 @@ from transportkit.errors import (
     TransportKitError,
     UsageError,
 )
+from transportkit.link import as_link
 from transportkit.registry import choose
 from transportkit.session.gathering import Gathering
 from transportkit.session.guard import Guard
@@ -59,8 +60,6 @@ class Sender:
                 ``close()`` and optionally ``fileno()``.
             **keywords: as for `serve`.
         """
-        from transportkit.session.ends import as_link
-
         self._start([as_link(link) for link in links], options(keywords), {})
 
     @classmethod
