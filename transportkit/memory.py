@@ -53,7 +53,9 @@ def allocate(spec: TensorSpec, device: torch.device | str = "cpu") -> Tensor:
     """
     dtype = dtype_of(spec.dtype)
     try:
-        if dtype is torch.complex32:  # `torch.empty` warns that few operators know it; nobody asked for one
+        if (
+            dtype.is_complex and dtype.itemsize == 4
+        ):  # `torch.empty` warns that few operators know it; none is asked for
             return torch.empty(nbytes(spec), dtype=torch.uint8, device=device).view(dtype).view(spec.shape)
         return torch.empty(spec.shape, dtype=dtype, device=device)
     except RuntimeError as error:

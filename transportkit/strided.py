@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from transportkit.kinds import BCOMPLEX32
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -69,13 +71,16 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 def read(tensor: Tensor, start: int, stop: int, flat: Tensor) -> None:
     """Copy elements ``start`` to ``stop`` of a tensor into a contiguous 1-d one of its dtype and that length."""
-    tensor = bits(tensor)
+    by_hand = tensor.dtype is BCOMPLEX32 and tensor.is_conj()
+    tensor = bits(tensor.conj() if by_hand else tensor)
     flat = flat.view(tensor.dtype)
     done = 0
     for index, count in rectangles(tensor.shape, start, stop):
         part = tensor[index]
         flat[done : done + count].view(part.shape).copy_(part)
         done += count
+    if by_hand:
+        _conjugate(flat)
 
 
 def write(tensor: Tensor, start: int, stop: int, flat: Tensor) -> None:
@@ -85,7 +90,10 @@ def write(tensor: Tensor, start: int, stop: int, flat: Tensor) -> None:
         # Written through the conjugate view itself, torch would make a temporary. A real source becomes complex first:
         # the conjugate of its missing part is -0, but what was sent has +0.
         flat = flat if flat.is_complex() else flat.to(tensor.dtype)
-        tensor, flat = tensor.conj(), flat.conj()
+        if tensor.dtype is BCOMPLEX32:
+            tensor, flat = tensor.conj(), _conjugate(flat.to(tensor.dtype, copy=True))
+        else:
+            tensor, flat = tensor.conj(), flat.conj()
     if tensor.dtype == flat.dtype and not flat.is_conj():
         tensor = bits(tensor)
         flat = flat.view(tensor.dtype)
@@ -94,6 +102,12 @@ def write(tensor: Tensor, start: int, stop: int, flat: Tensor) -> None:
         part = tensor[index]
         part.copy_(flat[done : done + count].view(part.shape))
         done += count
+
+
+def _conjugate(flat: Tensor) -> Tensor:
+    """Conjugate contiguous complex numbers of two bfloat16 in place, which torch 2.15 cannot; the same tensor."""
+    flat.view(torch.int16)[1::2].bitwise_xor_(-0x8000)
+    return flat
 
 
 def overlaps_itself(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from transportkit.chunk import used
 from transportkit.errors import ProtocolError, TargetError
-from transportkit.kinds import PLAIN_TYPES, dtype_of, unsupported
+from transportkit.kinds import BCOMPLEX32, PLAIN_TYPES, dtype_of, unsupported
 from transportkit.manifest import wire_nbytes
 from transportkit.memory import BOUNCE_BYTES, allocate, memmove, plain_address
 from transportkit.strided import flat_bytes, overlaps_itself, write
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 #: The dtypes that the parts of complex tensors have, which alone can be conjugate or negated.
-_PARTS = frozenset({torch.float16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128})
+_PARTS = frozenset(
+    {torch.float16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128}
+    | ({torch.bfloat16, BCOMPLEX32} if BCOMPLEX32 is not None else set())
+)
 
 
 @functools.cache

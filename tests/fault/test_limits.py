@@ -93,7 +93,7 @@ def starved(talk: Talk, room: int, side: str, address: str, keywords: dict[str, 
             os.close(number)
 
 
-@pytest.mark.parametrize("room", range(9))
+@pytest.mark.parametrize("room", range(8))
 @pytest.mark.parametrize("side", ["send", "receive"])
 def test_a_side_with_hardly_any_descriptor_left(folder: Path, side: str, room: int) -> None:
     address = f"unix:{folder}/s"
@@ -254,8 +254,7 @@ with tk.serve("unix:" + sys.argv[1] + "/s", timeout=3, wait=20, chunk_bytes=4096
 """
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("fate", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(("backend", "fate"), [("shm", "SIGKILL"), ("pickle", "SIGSTOP")])
 def test_a_sender_exits_although_its_receiver_read_nothing(folder: Path, backend: str, fate: str) -> None:
     sender = ends.python(EXITING, str(folder), backend)
     try:

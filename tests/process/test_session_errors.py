@@ -168,7 +168,7 @@ def test_what_the_user_gave_to_send_fails(folder: Path, backend: str, where: str
 
 def boom_applying(receiver: tk.Receiver, kind: type[Exception] = RuntimeError) -> Any:
     def function(pairs: list[tuple[str, torch.Tensor]]) -> None:
-        if any(name == "half" for name, _ in pairs):
+        if any(name == "weight" for name, _ in pairs):
             raise kind("boom 42")
 
     error, _ = caught(receiver.apply, function)

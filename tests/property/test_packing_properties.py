@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transportkit.chunk import Cursor, Cutter, plan, used
 from transportkit.manifest import dtype_names, dtype_of, spec_of, static_manifest, wire_nbytes
 from transportkit.packing import Packer, Writer, allocate, pack_piece, typed_view
+from transportkit.testing.samples import resolved
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +27,7 @@ chunk_sizes = st.one_of(st.integers(1, 20), st.integers(1, 400), st.sampled_from
 def raw(tensor: Tensor) -> bytes:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, once, that few operators know complex32
-        value = tensor.detach().resolve_conj().resolve_neg()
+        value = resolved(tensor.detach())
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(value.itemsize)
     value = value if integer is None else value.view(integer)
     value = torch.empty(value.shape, dtype=value.dtype).copy_(value)

@@ -13,17 +13,25 @@ import queue
 import select
 import threading
 import weakref
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from transportkit.deadline import Deadline
-from transportkit.errors import ClosedError, DeadlineError, ForkedError, PeerLostError, ProtocolError, TransportKitError
+from transportkit.errors import (
+    ClosedError,
+    DeadlineError,
+    ForkedError,
+    PeerLostError,
+    ProtocolError,
+    TransportKitError,
+    UsageError,
+)
 from transportkit.link.base import CONTROL, PAYLOAD, Link, close_in_child, milliseconds
 from transportkit.wire import CONTROL_FRAME_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["CustomLink", "UserLink"]
+__all__ = ["CustomLink", "UserLink", "as_link"]
 
 #: The reader thread stops reading while this many bytes wait to be asked for.
 _QUEUE_BYTES = 1 << 20

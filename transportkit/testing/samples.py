@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from transportkit.kinds import BCOMPLEX32
 from transportkit.manifest import dtype_name, dtype_names, dtype_of
 
 if TYPE_CHECKING:
@@ -23,11 +24,18 @@ def bytes_of(tensor: Tensor) -> bytes:
     """The bytes of a tensor's logical value, row-major; the only fair comparison: NaN differs from itself."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # complex32 is called experimental
-        tensor = tensor.detach().cpu()
-        if tensor.is_conj() or tensor.is_neg():
-            tensor = tensor.resolve_conj().resolve_neg()
+        tensor = resolved(tensor.detach().cpu())
         tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
         return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.itemsize) if tensor.numel() else b""
+
+
+def resolved(tensor: Tensor) -> Tensor:
+    """The tensor without lazy bits, also where torch (2.15, bcomplex32) makes a conjugate that it cannot resolve."""
+    if tensor.dtype is BCOMPLEX32 and tensor.is_conj():
+        value = tensor.conj().clone(memory_format=torch.contiguous_format)
+        value.view(-1).view(torch.int16)[1::2].bitwise_xor_(-0x8000)
+        return value
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def print_of(tensor: Tensor) -> Print:
