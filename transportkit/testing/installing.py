@@ -1,7 +1,8 @@
 """Backends as if they were installed: `installed` registers classes for as long as a test takes.
 
-The registry is not bypassed: a distribution with an entry point for each class stands on ``sys.path`` meanwhile, and
-what it names is found in this module, by `__getattr__`.
+The registry is not bypassed: a distribution with an entry point for each class can be found meanwhile, as any installed
+one is, and what it names is found in this module, by `__getattr__`. It exists in memory only, so that a process that is
+killed leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-import tempfile
+from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,28 +42,52 @@ def installed(*transports: type[Transport]) -> Iterator[None]:
     if not missing:
         yield
         return
-    # The names depend on nothing else, so that a child, whose path holds the parent's folder, finds no second backend.
     entries = {f"backend_{re.sub(r'[^a-zA-Z0-9]', '_', transport.name)}": transport for transport in missing}
     for attribute, transport in entries.items():
         other = _classes.get(attribute, transport)
         assert other is transport, f"{other} is installed under the name {transport.name!r}; give one of them another"
-    distribution = "transportkit-testing-" + "-".join(sorted(entries))
-    with tempfile.TemporaryDirectory(prefix="transportkit-testing-") as folder:
-        info = Path(folder, f"{distribution.replace('-', '_')}-0.0.0.dist-info")
-        info.mkdir()
-        metadata = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0.0.0\n"
-        Path(info, "METADATA").write_text(metadata, encoding="utf-8")
+    finder = _Finder(entries)
+    outer = {attribute: _classes[attribute] for attribute in entries if attribute in _classes}
+    _classes.update(entries)
+    sys.meta_path.append(finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for attribute in entries.keys() - outer.keys():
+            del _classes[attribute]
+
+
+class _InMemory(Distribution):
+    """The metadata of a distribution that registers these classes."""
+
+    def __init__(self, entries: dict[str, type[Transport]]) -> None:
         lines = [f"{transport.name} = {__name__}:{attribute}" for attribute, transport in entries.items()]
-        Path(info, "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]), encoding="utf-8")
-        outer = {attribute: _classes[attribute] for attribute in entries if attribute in _classes}
-        _classes.update(entries)
-        sys.path.append(folder)
-        try:
-            yield
-        finally:
-            sys.path.remove(folder)
-            for attribute in entries.keys() - outer.keys():
-                del _classes[attribute]
+        title = "transportkit-testing-" + "-".join(sorted(entries))
+        self._files = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {title}\nVersion: 0.0.0\n",
+            "entry_points.txt": "\n".join([f"[{GROUP}]", *lines, ""]),
+        }
+
+    def read_text(self, filename: str) -> str | None:
+        return self._files.get(filename)
+
+    def locate_file(self, path: object) -> Path:
+        return Path(str(path))
+
+
+class _Finder(DistributionFinder):
+    """Finds one distribution, and no module."""
+
+    def __init__(self, entries: dict[str, type[Transport]]) -> None:
+        self._distribution = _InMemory(entries)
+
+    def find_spec(self, *_: object) -> None:
+        return None
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
+        if context is None or context.name in (None, self._distribution.name):
+            yield self._distribution
 
 
 def _is_installed(transport: type[Transport]) -> bool:
