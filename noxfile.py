@@ -13,7 +13,7 @@ import nox
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "virtualenv"
-nox.options.sessions = ["lint", "typing", "tests", "docs", "plugin"]
+nox.options.sessions = ["lint", "typing", "tests", "docs", "plugin", "new-backend"]
 
 ROOT = pathlib.Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
@@ -45,7 +45,35 @@ def typing(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All tests of the core and of its plugins, against what a user would install."""
     session.install(*KNOWN_GOOD, "--group=tests", ".[cli,testing]", *(f"./{plugin}" for plugin in PLUGINS))
+    _not_the_checkout(session)
     session.run("pytest", *session.posargs, env=INSTALLED_ONLY)
+
+
+@nox.session(name="tests-wheels", default=False)
+def tests_wheels(session: nox.Session) -> None:
+    """All tests, copied out of the checkout, against wheels and nothing else of it."""
+    wheels = _wheels(session, ".", *PLUGINS)
+    session.install(*KNOWN_GOOD, "--group=tests", f"{wheels['transportkit']}[cli,testing]", *wheels.values())
+    _not_the_checkout(session)
+    elsewhere = _empty(session, "elsewhere")
+    for name in ["pyproject.toml", "README.md", "docs", "tests", *(f"{plugin}/tests" for plugin in PLUGINS)]:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
+        (elsewhere / name).parent.mkdir(parents=True, exist_ok=True)
+        copy(ROOT / name, elsewhere / name)
+    with session.chdir(elsewhere):
+        session.run("pytest", *session.posargs, env=INSTALLED_ONLY)
+
+
+@nox.session(name="tests-minimum", default=False)
+def tests_minimum(session: nox.Session) -> None:
+    """All tests with the lowest versions that pyproject.toml allows, torch's included."""
+    project = PROJECT["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["cli"]]
+    wanted += [*project["optional-dependencies"]["testing"], *PROJECT["dependency-groups"]["tests"]]
+    lowest = sorted({one.replace(">=", "==") for one in wanted})
+    editable = [f"-e./{plugin}" for plugin in PLUGINS]
+    session.install("-e.[cli,testing]", *editable, *lowest)
+    session.run("pytest", *session.posargs)
 
 
 @nox.session(name="tests-torch", default=False)
@@ -58,6 +86,34 @@ def tests_torch(session: nox.Session, torch: str) -> None:
     if not str(told).startswith(f"{torch}."):
         session.error(f"asked for torch {torch}, got {told}")
     session.run("pytest", *session.posargs)
+
+
+@nox.session(name="tests-two-torches", default=False)
+def tests_two_torches(session: nox.Session) -> None:
+    """Two processes of the oldest and the newest torch agree and transfer; `-- PYTHON` names the older one's."""
+    projects = [".[cli]", *(f"./{plugin}" for plugin in PLUGINS)]
+    session.install(*projects, "--group=tests", f"torch~={TORCH_VERSIONS[-1]}.0")
+    other, *arguments = session.posargs or [""]
+    if not other:
+        environment = _empty(session, "oldest")
+        session.run("python", "-m", "venv", str(environment))
+        other = str(environment / "bin" / "python")
+        command = (other, "-m", "pip", "install", "--quiet", *projects, f"torch~={TORCH_VERSIONS[0]}.0", "numpy")
+        session.run(*command, external=True)
+    env = {**INSTALLED_ONLY, "TRANSPORTKIT_OTHER_PYTHON": other}
+    session.run("pytest", "tests/process/test_two_torches.py", *arguments, env=env)
+
+
+@nox.session(default=False)
+def gpu(session: nox.Session) -> None:
+    """The tests that need a CUDA device; skipped, with the reason, where there is none."""
+    if not pathlib.Path("/proc/driver/nvidia").exists():
+        session.skip("this machine has no CUDA device")
+    session.install("--group=tests", ".[cli,testing]", *(f"./{plugin}" for plugin in PLUGINS))
+    told = session.run("python", "-c", "import torch; print(torch.cuda.is_available())", silent=True)
+    if str(told).split()[-1:] != ["True"]:
+        session.skip("torch sees no CUDA device: is it a CUDA build, and is the driver new enough?")
+    session.run("pytest", "-m", "gpu", *session.posargs, env=INSTALLED_ONLY)
 
 
 @nox.session
@@ -88,22 +144,28 @@ def build(session: nox.Session) -> None:
 @nox.session
 def plugin(session: nox.Session) -> None:
     """Installs wheels of core and plugin, uses the backend, uninstalls the plugin, goes on without."""
-    wheels = pathlib.Path(session.create_tmp(), "wheels")
-    shutil.rmtree(wheels, ignore_errors=True)
-    projects = [".", "./plugins/transportkit-shm"]
-    session.run("pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), *projects)
-    core, shm = sorted(wheels.glob("transportkit-*.whl")), sorted(wheels.glob("transportkit_shm-*.whl"))
-    session.install(*KNOWN_GOOD, f"{core[0]}[cli]", str(shm[0]))
-    transfer = str(ROOT / "tests" / "installed_transfer.py")
+    wheels = _wheels(session, ".", "plugins/transportkit-shm")
+    session.install(*KNOWN_GOOD, f"{wheels['transportkit']}[cli]", str(wheels["transportkit_shm"]))
+    _comes_and_goes(session, "shm", "transportkit-shm")
 
-    if "shm" not in _installed_backends(session):
-        session.error("the plugin is installed, but `transportkit backends` does not list shm")
-    session.run("python", transfer, "shm", env=INSTALLED_ONLY)
 
-    session.run("pip", "uninstall", "--quiet", "--yes", "transportkit-shm")
-    if "shm" in _installed_backends(session):
-        session.error("the plugin is uninstalled, but `transportkit backends` still lists shm")
-    session.run("python", transfer, "pickle", env=INSTALLED_ONLY)
+@nox.session(name="new-backend")
+def new_backend(session: nox.Session) -> None:
+    """Generates a plugin, checks it, installs its wheel, runs its conformance suite, uses it, uninstalls it."""
+    name, distribution = "acme-wire", "transportkit-acme-wire"
+    core = _wheels(session, ".")["transportkit"]
+    session.install(*KNOWN_GOOD, "--group=lint", "--group=typing", f"{core}[cli,testing]")
+    project = _empty(session, "generated") / distribution
+    with session.chdir(project.parent):
+        session.run("transportkit", "new-backend", name, env=INSTALLED_ONLY)
+    wheel = _wheels(session, str(project))["transportkit_acme_wire"]
+    session.install(*KNOWN_GOOD, str(wheel))
+    with session.chdir(project):
+        session.run("ruff", "check", ".")
+        session.run("ruff", "format", "--check", ".")
+        session.run("mypy", env=INSTALLED_ONLY)
+        session.run("pytest", "--quiet", *session.posargs, env=INSTALLED_ONLY)
+    _comes_and_goes(session, name, distribution)
 
 
 @nox.session(default=False)
@@ -111,6 +173,46 @@ def benchmarks(session: nox.Session) -> None:
     """The performance targets, each beside its baseline in the same run."""
     session.install(*KNOWN_GOOD, "--group=tests", ".[cli,testing]", *(f"./{plugin}" for plugin in PLUGINS))
     session.run("python", "tests/benchmarks", *session.posargs)
+
+
+def _empty(session: nox.Session, name: str) -> pathlib.Path:
+    """An empty directory of this session's."""
+    folder = pathlib.Path(session.create_tmp(), name).absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def _wheels(session: nox.Session, *projects: str) -> dict[str, pathlib.Path]:
+    """Build wheels; by the name of the distribution as it stands in a wheel's."""
+    folder = _empty(session, "wheels")
+    # As a path, since pip takes "plugins/x" for a name.
+    paths = [str(ROOT / project) for project in projects]
+    session.run("pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), *paths)
+    return {path.name.partition("-")[0]: path for path in sorted(folder.glob("*.whl"))}
+
+
+def _not_the_checkout(session: nox.Session) -> None:
+    """See that the packages come from the environment, as the tests and their children will find them."""
+    script = "import importlib.util as u, sys; print(*(u.find_spec(name).origin for name in sys.argv[1:]), sep='\\n')"
+    names = ["transportkit", *(pathlib.Path(plugin).name.replace("-", "_") for plugin in PLUGINS)]
+    told = session.run("python", "-c", script, *names, silent=True, env=INSTALLED_ONLY)
+    for line in str(told).splitlines():
+        if not pathlib.Path(line).is_relative_to(pathlib.Path(session.virtualenv.location).absolute()):
+            session.error(f"the tests would run against {line}, which is not installed")
+
+
+def _comes_and_goes(session: nox.Session, backend: str, distribution: str) -> None:
+    """Use an installed plugin in a real session; uninstall it; go on without."""
+    transfer = str(ROOT / "tests" / "installed_transfer.py")
+    if backend not in _installed_backends(session):
+        session.error(f"the plugin is installed, but `transportkit backends` does not list {backend}")
+    session.run("python", transfer, backend, env=INSTALLED_ONLY)
+
+    session.run("pip", "uninstall", "--quiet", "--yes", distribution)
+    if backend in _installed_backends(session):
+        session.error(f"the plugin is uninstalled, but `transportkit backends` still lists {backend}")
+    session.run("python", transfer, "pickle", env=INSTALLED_ONLY)
 
 
 def _installed_backends(session: nox.Session) -> set[str]:

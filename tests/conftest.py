@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -23,6 +24,10 @@ HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 # Shared machines stall for longer than hypothesis' 200 ms; the timeout of each test bounds what matters.
 hypothesis.settings.register_profile("transportkit", deadline=None)
 hypothesis.settings.load_profile("transportkit")
+
+# A shell starts jobs in the background, and nohup all it starts, with these ignored; what is tested obeys them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

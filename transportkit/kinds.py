@@ -18,7 +18,7 @@ MAX_BYTES = (1 << 63) - 1
 #: Most dimensions of a tensor.
 MAX_DIMENSIONS = 64
 
-#: Complex numbers of two bfloat16, which torch has from 2.15 on, but can neither fill nor conjugate there; else None.
+#: Complex numbers of two bfloat16, which torch has from 2.14 on, but can neither fill nor conjugate; else None.
 BCOMPLEX32: torch.dtype | None = getattr(torch, "bcomplex32", None)
 
 #: The types of tensor that are nothing but their bytes; `torch.nn.Buffer` makes the first.

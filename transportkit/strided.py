@@ -105,7 +105,7 @@ def write(tensor: Tensor, start: int, stop: int, flat: Tensor) -> None:
 
 
 def _conjugate(flat: Tensor) -> Tensor:
-    """Conjugate contiguous complex numbers of two bfloat16 in place, which torch 2.15 cannot; the same tensor."""
+    """Conjugate contiguous complex numbers of two bfloat16 in place, which torch cannot (2.15); the same tensor."""
     flat.view(torch.int16)[1::2].bitwise_xor_(-0x8000)
     return flat
 

@@ -127,7 +127,7 @@ def stopped_server(talk: Talk, address: str) -> None:
         sender.send(model())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["shm"])
 def test_waiting_for_an_update_of_a_stopped_sender_ends_with_wait(folder: Path, backend: str) -> None:
     address = f"unix:{folder}/s"
     with Child(idle_sender, address, backend) as sender:
@@ -153,7 +153,7 @@ def idle_sender(talk: Talk, address: str, backend: str) -> None:
         sender.send(model(), version=2)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["pickle"])
 def test_a_receiver_that_is_stopped_while_it_waits(folder: Path, backend: str) -> None:
     address = f"unix:{folder}/s"
     with Child(endure, "receive", address, {"backends": [backend]}) as receiver:

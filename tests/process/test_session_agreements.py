@@ -262,6 +262,36 @@ def test_keys_that_differ_cost_only_that_connection() -> None:
         assert sender.result() == 3
 
 
+def test_strangers_cost_only_themselves(folder: Path) -> None:
+    """A port scan, another protocol, a client that says nothing: waiting goes on."""
+    for sender in (tk.serve(f"unix:{folder}/s", timeout=1, wait=20), tk.serve("tcp://127.0.0.1:0", timeout=1, wait=20)):
+        strangers = []
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n", None, b"\x16\x03\x01\x02\x00", b"tptkit\r\n", os.urandom(4000)):
+            stranger = socket.socket(socket.AF_UNIX if sender.address.startswith("unix") else socket.AF_INET)
+            if stranger.family == socket.AF_UNIX:
+                stranger.connect(sender.address.removeprefix("unix:"))
+            else:
+                stranger.connect(("127.0.0.1", int(sender.address.rpartition(":")[2])))
+            if said is None:
+                stranger.close()
+            else:
+                with contextlib.suppress(OSError):
+                    stranger.sendall(said)
+                strangers.append(stranger)
+        with Remote("receive", sender.address) as remote:
+            with sender:
+                remote.start(load)
+                sender.send(model())
+                assert remote.answer()[0] == []
+                limit = time.monotonic() + 5
+                while sender.failures < 6 and time.monotonic() < limit:
+                    time.sleep(0.05)
+                assert sender.failures == 6
+                remote.finish()
+        for stranger in strangers:
+            stranger.close()
+
+
 def keyed_sender(talk: Talk) -> int:
     sender = tk.serve("tcp://127.0.0.1:0", authkey=b"a secret", wait=20)
     talk.say(sender.address)

@@ -163,6 +163,44 @@ def test_what_the_user_gave_to_send_fails(folder: Path, backend: str, where: str
         remote.finish()
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_send_ends_the_session(folder: Path, backend: str, kind: type[BaseException]) -> None:
+    with session(folder, backend) as (sender, remote):
+        remote.start(failed_load)
+        with pytest.raises(kind):
+            sender.send(half_way(kind("boom 42")))
+        theirs, version = remote.answer()
+        assert isinstance(theirs, tk.PeerFailedError)
+        assert kind.__name__ in str(theirs)
+        assert theirs.torn == ("target",)
+        assert version is None
+        error, _ = caught(sender.send, model())
+        assert isinstance(error, tk.ClosedError)
+        remote.finish()
+
+
+def interrupted(receiver: tk.Receiver, kind: type[BaseException]) -> str:
+    def function(pairs: list[tuple[str, torch.Tensor]]) -> None:
+        raise kind("boom 42")
+
+    try:
+        receiver.apply(function)
+    except BaseException as error:
+        return type(error).__name__
+    return ""
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_receiver_ends_the_session(folder: Path, backend: str, kind: type[BaseException]) -> None:
+    with session(folder, backend) as (sender, remote):
+        remote.start(interrupted, kind)
+        error, _ = caught(sender.send, model())
+        assert isinstance(error, tk.PeerFailedError)
+        assert kind.__name__ in str(error)
+        assert remote.answer() == kind.__name__
+        remote.finish()
+
+
 # -- the receiver's side fails ----------------------------------------------------------------------------------------
 
 
@@ -432,6 +470,7 @@ def test_receivers_that_do_not_all_come_stay(folder: Path, backend: str) -> None
         one.finish()
 
 
+@pytest.mark.parametrize("backend", ["shm"])
 def test_a_slow_side_that_says_so_is_waited_for(folder: Path, backend: str) -> None:
     """Waiting for the other receivers, or for the next update, is not silence."""
     address = f"unix:{folder}/s"

@@ -176,7 +176,7 @@ def test_every_dtype_in_every_layout(name: str, chunk_bytes: int) -> None:
         assert after[index * item : index * item + item] == before[index * item : index * item + item]
 
 
-COMPLEX = [dtype_of(name) for name in dtype_names() if dtype_of(name).is_complex]  # with bcomplex32 from torch 2.15 on
+COMPLEX = [dtype_of(name) for name in dtype_names() if dtype_of(name).is_complex]  # with bcomplex32 from torch 2.14 on
 
 
 @pytest.mark.parametrize("dtype", COMPLEX)
