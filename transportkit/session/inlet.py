@@ -18,6 +18,7 @@ from transportkit.errors import (
     ProtocolError,
     TransportKitError,
 )
+from transportkit.link import PAYLOAD
 from transportkit.link import wait as wait_links
 from transportkit.session.peers import BEATS, farewell
 
@@ -46,6 +47,8 @@ class Inlet:
         self.timeout = timeout
         self._ahead: collections.deque[wire.Message] = collections.deque()
         link.control_limit = wire.HANDSHAKE_FRAME_LIMIT
+        self.stray_limit = 0
+        """Longest payload that may still come for a chunk that nobody reads, in bytes; 0 where none may."""
         self.beat = timeout / BEATS
         """How often, at least, a wait tells the sender that this side is alive, in seconds."""
         self._beaten = time.monotonic()
@@ -68,12 +71,12 @@ class Inlet:
         with contextlib.suppress(PeerLostError):
             self._send(message)
 
-    def tell(self, message: wire.Message) -> None:
-        """Send as far as that goes without waiting; a loss is found by the next read."""
+    def tell(self, message: wire.Message) -> bool:
+        """Send if that goes without waiting; whether it went. A loss is found by the next read."""
         try:
-            self.link.try_send(wire.encode(message))
+            return self.link.try_send(wire.encode(message))
         except (PeerError, OSError, RuntimeError):
-            return
+            return False
 
     def next(self, deadline: Deadline, *, renew: bool = True, idle: Callable[[], None] | None = None) -> wire.Message:
         """The sender's next message.
@@ -129,7 +132,7 @@ class Inlet:
 
     def _read(self, deadline: Deadline, idle: Callable[[], None] | None) -> wire.Message:
         pause = self.beat if idle is None else min(IDLE_PERIOD, self.beat)
-        while not self.link.poll():
+        while not self.link.poll() or self._skip_stray():
             deadline.check()
             if idle is not None:
                 idle()
@@ -142,6 +145,13 @@ class Inlet:
             except DeadlineError:
                 continue
         return self._take()
+
+    def _skip_stray(self) -> bool:
+        """Pass over a payload that nobody reads any more; whether there was one."""
+        if not self.stray_limit or self.link.kind_at_hand() != PAYLOAD:
+            return False
+        self.link.recv_payload(self.stray_limit, Deadline(self.timeout, f"rest of a payload from {self.name}"))
+        return True
 
     def _take(self) -> wire.Message:
         deadline = Deadline(self.timeout, f"rest of a message from {self.name}")

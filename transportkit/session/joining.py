@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("transportkit")
 
+STRAY_BYTES = 1 << 16
+"""What a backend may have sent down the link beside a chunk, before it heard that its proposal was declined."""
+
 
 @attrs.frozen
 class Joined:
@@ -119,6 +122,7 @@ class Joining:
         """Join, connect and prove; None when this proposal came to nothing and the next is due."""
         self._drop()
         terms = proposal.terms
+        self._inlet.stray_limit = 0
         reason = verify(proposal, sender, self._hello, self._choice.transports)
         if reason is not None:
             self._decline(proposal, reason)
@@ -192,6 +196,7 @@ class Joining:
         backend = proposal.terms.backend
         _log.info("backend %s declined: %s", backend, reason)
         self._drop()
+        self._inlet.stray_limit = max(STRAY_BYTES, proposal.terms.chunk_bytes)
         if self._pending is None:
             self._send(wire.Declined(proposal.attempt, proposal.terms.receiver, backend, reason))
 

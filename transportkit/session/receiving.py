@@ -92,10 +92,10 @@ class Receiving:
         """
         while True:
             self._imports.settle()
-            if not self._memory.announced:
-                self._inlet.send(wire.Ready())
-                self._memory.announced = True
-            message = self._inlet.next(deadline, renew=False)
+            self._announce()
+            # A sender that has not read for long leaves no room for the word: say it as soon as there is some.
+            idle = None if self._memory.announced else self._announce
+            message = self._inlet.next(deadline, renew=False, idle=idle)
             match message:
                 case wire.Begin():
                     self._memory.announced = False
@@ -107,6 +107,10 @@ class Receiving:
                     pass  # of an update that failed here
                 case _:
                     raise self._unexpected(message)
+
+    def _announce(self) -> None:
+        if not self._memory.announced:
+            self._memory.announced = self._inlet.tell(wire.Ready())
 
     def leave(self) -> None:
         """Tell the sender that nobody waits any more."""
@@ -150,7 +154,7 @@ class Receiving:
     def next(self) -> tuple[Imported, tuple[Piece, ...], int] | None:
         """The next chunk, its pieces, and how many specs it appended; None when all have come.
 
-        The chunk's digest is right and its pieces are valid. `done` or `Imports.retire` must follow.
+        The chunk's digest is right and its pieces are valid. `Imports.retire` must follow.
 
         Raises:
             PeerFailedError: the sender ended it.
@@ -168,11 +172,6 @@ class Receiving:
                 raise self._ended(message)
             case _:
                 raise self._unexpected(message)
-
-    def done(self, chunk: Imported) -> None:
-        """Release and acknowledge a chunk that nothing views any more, and report progress."""
-        self._imports.release(chunk)
-        self.report()
 
     def report(self) -> None:
         """Report progress to the user's callable."""
