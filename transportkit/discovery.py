@@ -90,7 +90,7 @@ def _registrations() -> Iterator[tuple[Distribution, EntryPoint]]:
 def _conflict(claims: list[Found]) -> str:
     if len(claims) == 1:
         return ""
-    who = " and ".join(f"{origin(one)} (as {one.value})" for one in claims)
+    who = " and ".join(sorted(f"{origin(one)} (as {one.value})" for one in claims))
     return f"backend {claims[0].name!r} is registered by {who}; uninstall all of them but one"
 
 

@@ -10,7 +10,7 @@ other managers import every plugin, and its cache on disk serves stale lists aft
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -151,9 +151,8 @@ def load(backend: Found | str) -> Loaded | Failure:
         return Failure(found, found.conflict)
     if not re.fullmatch(r"[\w.-]+", found.name):
         return Failure(found, "its name has characters that no backend's name may have")
-    # Nearly every backend imports torch, which takes seconds and is not the backend's doing.
-    with contextlib.suppress(Exception):
-        importlib.import_module("torch")
+    if (problem := _torch_problem()) is not None:
+        return Failure(found, f"torch cannot be imported: {say(problem)}", cause=problem)
     started = time.monotonic()
     try:
         plugin: Any = _Driver(found).driver
@@ -166,6 +165,19 @@ def load(backend: Found | str) -> Loaded | Failure:
     if seconds > SLOW_IMPORT:
         log_once(logging.INFO, "backend %s (%s) took %.1f s to import", found.name, origin(found), seconds)
     return Failure(found, tidy("; ".join(objections))) if objections else Loaded(found, plugin, seconds)
+
+
+@functools.cache
+def _torch_problem() -> Exception | None:
+    """Import torch: every backend needs it, it takes seconds, and that is not the backend's doing.
+
+    Once only: a second try after a failed one brings the interpreter down at its end (torch 2.14).
+    """
+    try:
+        importlib.import_module("torch")
+    except Exception as error:
+        return error
+    return None
 
 
 def _objections(plugin: Any, found: Found) -> Iterable[str]:

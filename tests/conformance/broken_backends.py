@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
+import tempfile
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from transportkit.backends.pickle import PickleTransport
+from transportkit.cli.plugin_template.backend import SketchExporter, SketchTransport
 from transportkit.errors import BackendError, ProtocolError
 from transportkit.lifecycle import host_slots
 from transportkit.testing import altered, faulty, in_update
@@ -279,3 +282,26 @@ class _Overlapping(LocalExporter):
 
 
 Overlapping = broken(_Overlapping)
+
+
+# -- after a kill -----------------------------------------------------------------------------------------------------
+
+
+class _NamedFile(SketchExporter):
+    """Puts something where it has a name, and removes it in order only."""
+
+    def __init__(self, terms, wiring) -> None:
+        super().__init__(terms, wiring)
+        self._folder = tempfile.mkdtemp()
+
+    def close(self) -> None:
+        super().close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class LeavesAFile(SketchTransport):
+    name: ClassVar[str] = "broken"
+
+    @classmethod
+    def exporter(cls, terms, wiring):
+        return _NamedFile(terms, wiring)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ast
 import os
+import sys
 import tomllib
 from typing import TYPE_CHECKING
 
 import pytest
 
 from transportkit import __version__
+from transportkit.errors import TransportKitError, UsageError
 
 pytest.importorskip("click", reason="the command line needs click")
 pytest.importorskip("rich", reason="the command line needs rich")
 
-from transportkit.cli import main, new_backend
+from transportkit.cli import new_backend
+from transportkit.cli.commands import transportkit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,6 +47,17 @@ REFUSED = {
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+def main(arguments: list[str]) -> int:
+    """What `transportkit.cli.main` does with these arguments, less what is for a process of its own."""
+    job = transportkit.main(arguments, "transportkit", standalone_mode=False)
+    try:
+        job()
+    except TransportKitError as error:
+        print(error, file=sys.stderr)
+        return 2 if type(error) is UsageError else 1
+    return 0
 
 
 @pytest.mark.parametrize("name", NAMES)

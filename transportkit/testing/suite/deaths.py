@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,7 @@ from transportkit.testing.suite.subject import Subject
 from transportkit.testing.suite.values import differing
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from transportkit.session import Receiver, Sender
@@ -26,6 +28,12 @@ if TYPE_CHECKING:
 
 #: Bytes of an update in which one side dies.
 NBYTES = 1 << 20
+
+
+def keeping_files_in(folder: str, work: Callable[..., Any], *args: Any) -> Any:
+    """Do something in a process whose temporary files come to lie in a folder of the test's."""
+    tempfile.tempdir = folder
+    return work(*args)
 
 
 def join_and_wait(receiver: Receiver) -> None:
@@ -100,11 +108,12 @@ class Deaths(Subject):
     # -- death --------------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("slots", [1, 3])
-    def test_the_death_of_a_sender_is_noticed(self, slots: int) -> None:
+    def test_the_death_of_a_sender_is_noticed(self, slots: int, tmp_path: Path) -> None:
         self.warmed()
-        with nothing_left():
+        with nothing_left(tmp_path):
             theirs, receiver = pair(context_of("forkserver"), **self.keywords(chunk_bytes=50_000, slots=slots))
-            with Child(ends.endless, theirs, NBYTES, backends=self.extra(), method="forkserver") as child:
+            order = (keeping_files_in, str(tmp_path), ends.endless, theirs, NBYTES)
+            with Child(*order, backends=self.extra(), method="forkserver") as child:
                 del theirs
                 receiving = Call(ends.receive, receiver, {})
                 assert child.heard(self.patience) == "mid-update"
@@ -115,11 +124,12 @@ class Deaths(Subject):
             del receiver, receiving, error
 
     @pytest.mark.parametrize("slots", [1, 3])
-    def test_the_death_of_a_receiver_is_noticed(self, slots: int) -> None:
+    def test_the_death_of_a_receiver_is_noticed(self, slots: int, tmp_path: Path) -> None:
         self.warmed()
-        with nothing_left():
+        with nothing_left(tmp_path):
             sender, theirs = pair(context_of("forkserver"), **self.keywords(chunk_bytes=50_000, slots=slots))
-            with Child(ends.first_chunk, theirs, backends=self.extra(), method="forkserver") as child:
+            order = (keeping_files_in, str(tmp_path), ends.first_chunk, theirs)
+            with Child(*order, backends=self.extra(), method="forkserver") as child:
                 del theirs
                 sending = Call(sender.send, bulk(NBYTES))
                 assert child.heard(self.patience) == "mid-update"
@@ -130,12 +140,13 @@ class Deaths(Subject):
             del sender, sending, error
 
     @pytest.mark.parametrize("at", ["importer.connect", "open", "release"])
-    def test_a_receiver_that_dies_in_the_handshake_is_noticed(self, at: str) -> None:
+    def test_a_receiver_that_dies_in_the_handshake_is_noticed(self, at: str, tmp_path: Path) -> None:
         transport = faulty(self.subject(), at=at, seconds=600)
         self.warmed()
-        with installed(transport), nothing_left():
+        with installed(transport), nothing_left(tmp_path):
             sender, theirs = pair(context_of("forkserver"), **self.keywords(backends=(transport.name,)))
-            with Child(join_and_wait, theirs, backends=[transport], method="forkserver") as child:
+            order = (keeping_files_in, str(tmp_path), join_and_wait, theirs)
+            with Child(*order, backends=[transport], method="forkserver") as child:
                 del theirs
                 waiting = Call(sender.wait)
                 assert not waiting.wait(0.5), waiting.error(0)
@@ -146,12 +157,13 @@ class Deaths(Subject):
             del sender, waiting, error
 
     @pytest.mark.parametrize("at", ["exporter.connect", "ready", "publish"])
-    def test_a_sender_that_dies_in_the_handshake_is_noticed(self, at: str) -> None:
+    def test_a_sender_that_dies_in_the_handshake_is_noticed(self, at: str, tmp_path: Path) -> None:
         transport = faulty(self.subject(), at=at, seconds=600)
         self.warmed()
-        with installed(transport), nothing_left():
+        with installed(transport), nothing_left(tmp_path):
             theirs, receiver = pair(context_of("forkserver"), **self.keywords(backends=(transport.name,)))
-            with Child(wait_for_receivers, theirs, backends=[transport], method="forkserver") as child:
+            order = (keeping_files_in, str(tmp_path), wait_for_receivers, theirs)
+            with Child(*order, backends=[transport], method="forkserver") as child:
                 del theirs
                 joining = Call(receiver.join)
                 assert not joining.wait(0.5), joining.error(0)
