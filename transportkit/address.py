@@ -78,6 +78,8 @@ def parse(text: str) -> Address:
     Raises:
         AddressError: it is neither, or the path does not fit a socket's address.
     """
+    if not isinstance(text, str):
+        raise AddressError(f"an address is text, not {text!r}: {_FORMS}")
     if text.startswith("unix:"):
         return _parse_unix(text)
     if not text.startswith("tcp://"):

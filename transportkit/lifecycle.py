@@ -33,7 +33,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from transportkit.errors import BackendError, LeaseError, ProtocolError, TransportKitError
+from transportkit.errors import (
+    BackendError,
+    LeaseError,
+    ProtocolError,
+    ResourceError,
+    TransportKitError,
+    UsageError,
+)
+from transportkit.site import free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -47,17 +55,27 @@ if TYPE_CHECKING:
 
 
 def host_slots(count: int, nbytes: int) -> tuple[Tensor, ...]:
-    """``count`` uint8 tensors of shape ``(nbytes,)`` in ordinary memory, at addresses that are multiples of 64."""
-    slots = []
-    for _ in range(count):
-        memory = torch.empty(nbytes + 63, dtype=torch.uint8)
-        skip = -memory.data_ptr() % 64
-        slots.append(memory[skip : skip + nbytes])
-    return tuple(slots)
+    """``count`` uint8 tensors of shape ``(nbytes,)`` in ordinary memory, at addresses that are multiples of 64.
+
+    Raises:
+        ResourceError: there is not as much free memory.
+    """
+    stride = -(-nbytes // 64) * 64
+    free = free_memory()
+    if free is not None and count * stride > free:
+        raise ResourceError(
+            f"{count} slots of {nbytes} bytes do not fit into the {free} bytes of memory that are free; "
+            "lower `slots=` or `chunk_bytes=`"
+        )
+    memory = torch.empty(count * stride + 63, dtype=torch.uint8, device="cpu")
+    first = -memory.data_ptr() % 64
+    return tuple(memory[at : at + nbytes] for at in range(first, first + count * stride, stride))
 
 
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous uint8 CPU tensor, writable, without numpy. The caller keeps the tensor alive."""
+    if not tensor.is_cpu:
+        raise UsageError(f"only host memory can be seen as bytes, this tensor is on {tensor.device}")
     if tensor.numel() == 0:
         return memoryview(bytearray())
     array = (ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())
@@ -169,23 +187,23 @@ class Watched:
 
     def __init__(self, memory: Tensor | None) -> None:
         self.memory = memory
-        self._owner: weakref.ref[object] | None = None
+        self._owners: list[weakref.ref[object]] = []
 
     def view(self) -> Tensor:
-        """The memory, as a tensor that shares its owner with every view made of it. One such tensor at a time."""
+        """The memory, as a tensor that shares its owner with every view made of it."""
         if self.memory is None:
             raise LeaseError("this chunk is released already")
         if self.memory.numel() == 0 or self.memory.device.type != "cpu":
             return self.memory
         owner = (ctypes.c_uint8 * self.memory.numel()).from_address(self.memory.data_ptr())
         owner.memory = self.memory  # type: ignore[attr-defined]
-        self._owner = weakref.ref(owner)
+        self._owners.append(weakref.ref(owner))
         return torch.frombuffer(owner, dtype=torch.uint8)
 
     @property
     def viewed(self) -> bool:
         """Whether a tensor that came from `view` is still alive somewhere."""
-        return self._owner is not None and self._owner() is not None
+        return any(owner() is not None for owner in self._owners)
 
 
 class Imported(Watched):

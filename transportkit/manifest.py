@@ -69,7 +69,8 @@ def wire_nbytes(spec: TensorSpec) -> int | None:
     return None if spec.same_as is not None else nbytes(spec)
 
 
-def _checked_name(name: object) -> str:
+def checked_name(name: object) -> str:
+    """The name of a tensor. Raises `TensorError` where it is no text that can travel."""
     if not isinstance(name, str):
         raise TensorError(f"the name {name!r} is not a string but of type {type(name).__qualname__}", tensor=repr(name))
     if not name:
@@ -88,7 +89,7 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
         UnsupportedTensorError: it cannot travel; the text names it, says what it is and what to do instead.
         TensorError: its name is not a non-empty string of valid unicode.
     """
-    name = _checked_name(name)
+    name = checked_name(name)
     reason = unsupported(tensor)
     if reason is not None:
         raise UnsupportedTensorError(f"{name!r} {reason}", tensor=name)
@@ -145,6 +146,8 @@ class Manifest:
 
     tensors: tuple[Tensor, ...]
     layout: Layout
+    storages: list[torch.UntypedStorage] = attrs.field(factory=list, repr=False)
+    """Keep the memory at `Layout.addresses` alive, should a tensor be given another one meanwhile."""
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -168,13 +171,21 @@ class _Prints:
     conjugate: list[bool]
     strides: list[tuple[int, ...] | None]
     devices: list[torch.device]
+    held: list[int]
+    """Bytes of each tensor's storage."""
 
     @classmethod
-    def take(cls, tensors: tuple[Tensor, ...]) -> _Prints | None:
-        """The prints; None where one is no plain tensor or has no memory. Column by column is the fastest way."""
+    def take(cls, tensors: tuple[Tensor, ...], storages: list[torch.UntypedStorage]) -> _Prints | None:
+        """The prints; None where one is no plain tensor or has no memory. Column by column is the fastest way.
+
+        Args:
+            storages: filled with those of the tensors.
+        """
         if not PLAIN_TYPES.issuperset(map(type, tensors)):
             return None
         try:
+            storages += map(Tensor.untyped_storage, tensors)
+            held = list(map(torch.UntypedStorage.nbytes, storages))
             addresses = list(map(Tensor.data_ptr, tensors))
             shapes = list(map(_SHAPE, tensors))
         except (RuntimeError, NotImplementedError):
@@ -190,6 +201,7 @@ class _Prints:
             list(map(Tensor.is_conj, tensors)) if any(dtype.is_complex for dtype in set(dtypes)) else [],
             [] if all(contiguous) else [None if c else t.stride() for t, c in zip(tensors, contiguous, strict=True)],
             [] if all(map(_IS_CPU, tensors)) else [tensor.device for tensor in tensors],
+            held,
         )
 
     def plain(self) -> list[int]:
@@ -230,9 +242,10 @@ def static_manifest(
     else:
         pairs = list(pairs)
         names, tensors = tuple(name for name, _ in pairs), tuple(tensor for _, tensor in pairs)
-    prints = _Prints.take(tensors)
+    storages: list[torch.UntypedStorage] = []
+    prints = _Prints.take(tensors, storages)
     if previous is not None and names == previous.names and prints == previous.prints:
-        return Manifest(tensors, previous)
+        return Manifest(tensors, previous, storages)
     sizes: list[int] = []
     if prints is not None:
         itemsizes = {dtype: dtype.itemsize for dtype in set(prints.dtypes)}
@@ -251,7 +264,8 @@ def static_manifest(
     if previous is not None and specs == previous.specs:
         specs = previous.specs
     wire = tuple(size if first is None else None for size, first in zip(sizes, firsts, strict=True))
-    return Manifest(tensors, Layout(specs, wire, prints.plain(), names, prints))
+    layout = Layout(specs, wire, prints.plain(), names, prints)
+    return Manifest(tensors, layout, storages)
 
 
 def _sound(names: tuple[str, ...], tensors: tuple[Tensor, ...], prints: _Prints, sizes: list[int]) -> bool:
@@ -269,9 +283,8 @@ def _sound(names: tuple[str, ...], tensors: tuple[Tensor, ...], prints: _Prints,
         return False
     if max(map(len, prints.shapes), default=0) > MAX_DIMENSIONS or sum(sizes) > MAX_BYTES:
         return False
-    memory = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors))
     offsets = map(Tensor.storage_offset, tensors)
-    rows = zip(prints.addresses, sizes, prints.contiguous, memory, offsets, prints.dtypes, strict=True)
+    rows = zip(prints.addresses, sizes, prints.contiguous, prints.held, offsets, prints.dtypes, strict=True)
     for index, (address, size, whole, held, offset, dtype) in enumerate(rows):
         suspect = address == 0 or not whole or size + (offset and offset * dtype.itemsize) > held
         if suspect and unsupported(tensors[index]) is not None:
@@ -340,13 +353,14 @@ def check_specs(
         UnsupportedTensorError: the dtype is unknown here.
     """
     sizes = {name: itemsize(name) for name in dtypes}
-    seen = dict(earlier or {})
-    total = sum(wire_nbytes(spec) or 0 for spec in seen.values())
+    earlier = earlier or {}
+    seen: dict[str, TensorSpec] = {}
+    total = 0
     for spec in specs:
         name = spec.name
         if not name:
             raise error("a tensor came with an empty name")
-        if name in seen:
+        if name in seen or name in earlier:
             raise error(f"{name!r} came twice in one manifest")
         if len(spec.shape) > MAX_DIMENSIONS:
             raise error(f"{name!r} came with {len(spec.shape)} dimensions; at most {MAX_DIMENSIONS} travel")
@@ -366,7 +380,7 @@ def check_specs(
             if total > MAX_BYTES:
                 raise error(f"with {name!r} the manifest has more bytes than a 64-bit integer counts")
         else:
-            first = seen.get(spec.same_as)
+            first = seen.get(spec.same_as) or earlier.get(spec.same_as)
             if first is None or first.same_as is not None:
                 raise error(
                     f"{name!r} is said to be the same as {spec.same_as!r}, which is no earlier tensor with bytes"

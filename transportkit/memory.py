@@ -52,12 +52,12 @@ def allocate(spec: TensorSpec, device: torch.device | str = "cpu") -> Tensor:
         TensorError: there is no memory for it; named.
     """
     dtype = dtype_of(spec.dtype)
+    half_complex = dtype.is_complex and dtype.itemsize == 4  # `torch.empty` warns that few operators know it
     try:
-        if (
-            dtype.is_complex and dtype.itemsize == 4
-        ):  # `torch.empty` warns that few operators know it; none is asked for
-            return torch.empty(nbytes(spec), dtype=torch.uint8, device=device).view(dtype).view(spec.shape)
-        return torch.empty(spec.shape, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # whoever owns it may write to it outside that mode as well
+            if half_complex:
+                return torch.empty(nbytes(spec), dtype=torch.uint8, device=device).view(dtype).view(spec.shape)
+            return torch.empty(spec.shape, dtype=dtype, device=device)
     except RuntimeError as error:
         text = f"no memory on {device} for {spec.name!r}, {nbytes(spec)} bytes: {error}"
         raise TensorError(text, tensor=spec.name) from error

@@ -103,6 +103,8 @@ class Writer:
         """The targets that are not."""
         self._plain: list[tuple[Tensor, ...]] = []
         """The targets that are."""
+        self._kept: list[tuple[torch.UntypedStorage, ...]] = []
+        """The memory at these addresses, should a target be given another one meanwhile."""
         self._versioned: list[tuple[Tensor, ...]] = []
         """The targets of which autograd counts the versions: all but inference tensors."""
         self._carry = b""
@@ -113,6 +115,7 @@ class Writer:
         self._lengths = list(map(len, targets))
         self._prints = _target_prints(list(chain.from_iterable(targets)))
         self._simple = False
+        self._storages: list[torch.UntypedStorage] = []
         self._resumed: list[Tensor] | None = None
         """The targets of `resume`; autograd learns of the writes to all of them at the first."""
         self._fresh = False
@@ -179,6 +182,7 @@ class Writer:
         index = self._indices[spec.name] = len(self._specs)
         self._specs.append(spec)
         self._sizes.append(wire_nbytes(spec))
+        self._kept.append(())
         for column in (self._addresses, self._plain, self._others, self._versioned):
             column.append(())
         self._set(index, plain, others)
@@ -186,17 +190,21 @@ class Writer:
     def _set(self, index: int, plain: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> None:
         self._addresses[index] = tuple(target.data_ptr() for target in plain)
         self._plain[index] = plain
+        self._kept[index] = tuple(target.untyped_storage() for target in plain)
         self._others[index] = others
         self._versioned[index] = tuple(target for target in plain + others if not target.is_inference())
 
     def forget(self, index: int) -> None:
         """Drop the references to a tensor's targets: it is complete."""
+        self._kept[index] = ()
         self._addresses[index] = self._plain[index] = self._others[index] = self._versioned[index] = ()
 
     def release(self) -> None:
         """Let go of every target, until `resume`; only addresses and layouts are kept."""
         self._simple = self._lengths is not None and not any(self._others)
         self._resumed = None
+        self._storages = []
+        self._kept = [()] * len(self._specs)
         self._plain = [()] * len(self._specs)
         self._others = list(self._plain)
         self._versioned = list(self._plain)
@@ -219,6 +227,8 @@ class Writer:
         except (RuntimeError, NotImplementedError):  # one has no memory any more
             return False
         self._resumed = flat
+        # Should a target be given other memory meanwhile (``p.data = ...``), what is written stays ours to write to.
+        self._storages = list(map(Tensor.untyped_storage, flat))
         self._fresh = True
         self._carry = b""
         return True
@@ -344,12 +354,14 @@ def _target_prints(targets: list[Tensor]) -> tuple[list[Any], ...]:
     """What changes when a tensor object stays but its memory or layout does not, as by ``p.data = ...``."""
     dtypes = list(map(_DTYPE, targets))
     contiguous = list(map(Tensor.is_contiguous, targets))
+    held = list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, targets)))
     lazy = not _PARTS.isdisjoint(dtypes)
     return (
         dtypes,
         list(map(Tensor.data_ptr, targets)),
         list(map(_SHAPE, targets)),
         contiguous,
+        held,
         [] if all(contiguous) else [target.stride() for target in targets],
         list(map(Tensor.is_neg, targets)) if lazy else [],
         list(map(Tensor.is_conj, targets)) if any(dtype.is_complex for dtype in set(dtypes)) else [],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from transportkit import wire
+from transportkit.address import parse
 from transportkit.deadline import Deadline
 from transportkit.errors import ClosedError, ProtocolError, UsageError
 from transportkit.link import Link, SocketLink, pair_sockets
@@ -55,6 +56,7 @@ def serve(address: str, *, receivers: int = 1, **keywords: Any) -> Sender:
     wanted = options(keywords)
     if type(receivers) is not int or receivers < 1:
         raise UsageError(f"receivers must be a positive integer, not {receivers!r}")
+    parse(address)
     return Sender.listening(address, receivers, wanted)
 
 
@@ -74,6 +76,7 @@ def connect(address: str, **keywords: Any) -> Receiver:
         PeerError, DeadlineError: the sender was lost, or silent.
     """
     wanted = options(keywords)
+    parse(address)
     choose(read_site(address.partition(":")[0]), wanted.backends)
     link = dial(address, authkey=wanted.authkey, timeout=wanted.timeout, wait=wanted.wait, user_timeout=wanted.timeout)
     receiver = Receiver.over(link, wanted, {})

@@ -45,7 +45,7 @@ class Gathering:
         self._arrived: collections.deque[tuple[Link, wire.Hello]] = collections.deque()
         self._taken = 0
         self._lost = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._listener: Listener | None = None
         self._aborted = False
@@ -105,7 +105,7 @@ class Gathering:
 
     def dismiss(self, error: BaseException) -> None:
         """Let every receiver go, with the reason; their places are free again."""
-        message = wire.Bye(code_of(error), str(error))
+        message = wire.Bye(code_of(error), wire.plain(str(error)))
         self._peers.tell(message)
         for peer in list(self._peers):
             self._peers.remove(peer)
@@ -132,7 +132,7 @@ class Gathering:
 
     def lose(self) -> None:
         """In a forked child: close the descriptor."""
-        self._lock = threading.Lock()  # another thread of the parent may have held it
+        self._lock = threading.RLock()  # another thread of the parent may have held it
         if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1
@@ -173,7 +173,7 @@ class Gathering:
     def _lose(self, peer: Peer, error: TransportKitError) -> None:
         _log.info("%s left before anything was agreed: %s", peer.name, error)
         with contextlib.suppress(TransportKitError):
-            peer.link.try_send(wire.encode(wire.Refusal(code_of(error), str(error))))
+            peer.link.try_send(wire.encode(wire.Refusal(code_of(error), wire.plain(str(error)))))
         self._peers.remove(peer)
         if self._listener is None:
             raise error
@@ -239,5 +239,5 @@ class Gathering:
     @staticmethod
     def _refuse(link: Link, error: TransportKitError) -> None:
         with contextlib.suppress(TransportKitError):
-            link.try_send(wire.encode(wire.Refusal(code_of(error), str(error))))
+            link.try_send(wire.encode(wire.Refusal(code_of(error), wire.plain(str(error)))))
         link.close()

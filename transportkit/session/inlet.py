@@ -75,7 +75,7 @@ class Inlet:
         """Send if that goes without waiting; whether it went. A loss is found by the next read."""
         try:
             return self.link.try_send(wire.encode(message))
-        except (PeerError, OSError, RuntimeError):
+        except (TransportKitError, OSError):
             return False
 
     def next(self, deadline: Deadline, *, renew: bool = True, idle: Callable[[], None] | None = None) -> wire.Message:

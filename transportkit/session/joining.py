@@ -198,7 +198,7 @@ class Joining:
         self._drop()
         self._inlet.stray_limit = max(STRAY_BYTES, proposal.terms.chunk_bytes)
         if self._pending is None:
-            self._send(wire.Declined(proposal.attempt, proposal.terms.receiver, backend, reason))
+            self._send(wire.Declined(proposal.attempt, proposal.terms.receiver, backend, wire.plain(reason)))
 
     def _acknowledge(self, header: wire.Chunk) -> None:
         self._inlet.acknowledge(wire.Ack(header.update, header.receiver, header.seq))

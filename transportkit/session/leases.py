@@ -60,8 +60,12 @@ class Lease:
 
     def release(self) -> None:
         """End the lease now, so that the sender may use the slot. Raises `LeaseError` while a tensor of it is alive."""
-        self._base = None
-        self._imports.release(self._chunk)
+        ended, self._base = self._base is None, None
+        try:
+            self._imports.release(self._chunk)
+        except LeaseError:
+            self._base = None if ended else self._chunk.view()
+            raise
 
     def end(self) -> None:
         """End the lease; its slot is held back while a tensor of it is alive."""

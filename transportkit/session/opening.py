@@ -200,7 +200,7 @@ class Opening:
 
     def _strike(self, number: int, backend: str, reason: str) -> None:
         _log.info("receiver %s: backend %s failed its trial: %s", number, backend, reason)
-        self._strikes[number, backend] = reason
+        self._strikes[number, backend] = wire.plain(reason)
 
     def _strike_lane(self, terms: wire.Terms, reason: str) -> None:
         for number in terms.receivers:

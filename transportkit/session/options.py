@@ -73,6 +73,11 @@ def options(given: dict[str, Any]) -> Options:
     return Options(**given)
 
 
+def per_call(wait: object, progress: object) -> None:
+    """Check the keywords of a single call. Raises `UsageError`."""
+    options({"wait": wait, "progress": progress})
+
+
 def hello(
     role: Role, wanted: Options, choice: Choice, link_kind: str, intent: Literal["transfer", "inspect"] = "transfer"
 ) -> Hello:
@@ -114,6 +119,10 @@ def _authkey(value: object) -> bytes | None:
 
 def _device(value: object) -> str:
     try:
-        return str(torch.device(value))  # type: ignore[call-overload]
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise UsageError(f"device {value!r} is no torch device: {error}") from error
+        device = torch.device(value)  # type: ignore[call-overload]
+        if device.type != "meta":
+            torch.empty(0, device=device)
+            return str(device)
+    except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"device {value!r} is no torch device that can be used here: {error}") from error
+    raise UsageError("device 'meta' has no memory that tensors could be in")

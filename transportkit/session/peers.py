@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 from transportkit import wire
 from transportkit.deadline import Deadline
-from transportkit.errors import DeadlineError, PeerClosedError, PeerError, PeerFailedError, PeerLostError, ProtocolError
+from transportkit.errors import (
+    DeadlineError,
+    PeerClosedError,
+    PeerError,
+    PeerFailedError,
+    PeerLostError,
+    ProtocolError,
+    TransportKitError,
+)
 from transportkit.handshake import peer_text
 from transportkit.link import wait as wait_links
 
@@ -134,7 +142,7 @@ class Peers:
         for peer in self:
             try:
                 peer.link.try_send(wire.encode(message))
-            except (PeerError, OSError, RuntimeError):
+            except (TransportKitError, OSError):
                 continue
 
     def poll(self) -> None:

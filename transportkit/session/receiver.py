@@ -24,7 +24,7 @@ from transportkit.session.guard import Guard
 from transportkit.session.inlet import Inlet
 from transportkit.session.joining import Joined, Joining
 from transportkit.session.leases import Lease
-from transportkit.session.options import Options, hello, options
+from transportkit.session.options import Options, hello, options, per_call
 from transportkit.session.peers import SilentPeerError
 from transportkit.session.receiving import Memory, Receiving
 from transportkit.session.sinks import IntoFunction, IntoTarget, Leased, Owned, Sink, ours, told
@@ -142,8 +142,7 @@ class Receiver:
         self._finish(None)
 
     def __enter__(self) -> Self:
-        if not self._guard.closed:
-            self.join()
+        self.join()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -178,16 +177,15 @@ class Receiver:
                 ``timeout``.
         """
 
+        per_call(wait, progress)
+
         def make() -> IntoTarget:
             return IntoTarget(target, strict=strict, cast=cast, last=self._binding)
 
         with self._guard.call("load_into"), self._updating(make, wait, progress) as (receiving, sink):
             self._binding = None
-            try:
-                update = self._fill(receiving, sink)
-                self._binding = sink.binding
-            finally:
-                sink.binding.rest()
+            update = self._fill(receiving, sink)
+            self._binding = sink.binding
             return update
 
     def apply(
@@ -213,6 +211,7 @@ class Receiver:
         """
         if not callable(function):
             raise UsageError(f"apply() takes a callable, not {function!r}")
+        per_call(wait, progress)
         with self._guard.call("apply"):
 
             def make() -> IntoFunction:
@@ -228,6 +227,7 @@ class Receiver:
         Leaving the loop early fails the update, and the sender is told. Raises as `load_into`, from within the loop.
         """
         self._guard.check()
+        per_call(wait, progress)
         return self._receive(wait, progress)
 
     def chunks(self, *, wait: float | None = None, progress: Progress | None = None) -> Iterator[Lease]:
@@ -237,6 +237,7 @@ class Receiver:
         `LeaseError` when so many tensors are kept that no slot is left for the next chunk.
         """
         self._guard.check()
+        per_call(wait, progress)
         return self._chunks(wait, progress)
 
     def _receive(self, wait: float | None, progress: Progress | None) -> Generator[tuple[str, Tensor], None, Update]:
@@ -303,7 +304,9 @@ class Receiver:
         self._wait(receiving, deadline)
         self._current = receiving
         try:
-            if not receiving.streamed:
+            if receiving.streamed:
+                sink.begin_streamed()
+            else:
                 sink.begin(receiving.specs)
             receiving.accept()
             yield receiving, sink
@@ -320,6 +323,7 @@ class Receiver:
             raise
         finally:
             self._current = None
+            sink.rest()
 
     def _wait(self, receiving: Receiving, deadline: Deadline) -> None:
         try:
@@ -398,6 +402,8 @@ class Receiver:
             return
         if self._guard.elsewhere:
             raise UsageError(f"{self._guard.running}() is running in another thread; `abort()` ends it")
+        if self._guard.running in ("load_into", "apply", "join"):
+            raise UsageError(f"close() was called within {self._guard.running}(); raise an exception to end it")
         receiving = self._current
         if receiving is not None and receiving.began:
             code, text = told(GeneratorExit() if error is None else error)

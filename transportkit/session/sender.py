@@ -23,10 +23,10 @@ from transportkit.session.gathering import Gathering
 from transportkit.session.guard import Guard
 from transportkit.session.lane import acknowledge
 from transportkit.session.opening import Opening
-from transportkit.session.options import Options, hello, options
+from transportkit.session.options import Options, hello, options, per_call
 from transportkit.session.peers import Peers, code_of, unexpected
 from transportkit.session.sending import Plans, Sending
-from transportkit.session.sources import Post, Source, Static, resolve
+from transportkit.session.sources import Post, Source, Static, Streamed, resolve
 from transportkit.site import read_site
 
 if TYPE_CHECKING:
@@ -199,6 +199,7 @@ class Sender:
         """
         if version is not None and (type(version) is not int or not 0 <= version < 1 << 63):
             raise UsageError(f"version must be an integer from 0 to 2**63 - 1, not {version!r}")
+        per_call(wait, progress)
         data = _metadata(metadata)
         with self._guard.call("send"):
             wait = self._options.wait if wait is None else wait
@@ -224,6 +225,8 @@ class Sender:
                 raise
             finally:
                 self._peers.on_message = self._take_late
+                if isinstance(resolved, Streamed):
+                    resolved.pairs.close()
             self._version = report.version
             self._previous = resolved.manifest.layout if isinstance(resolved, Static) else None
             return report
@@ -289,6 +292,8 @@ class Sender:
             return
         if self._guard.elsewhere:
             raise UsageError(f"{self._guard.running}() is running in another thread; `abort()` ends it")
+        if self._guard.running in ("send", "wait"):
+            raise UsageError(f"close() was called within {self._guard.running}(); raise an exception to end it")
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
@@ -296,7 +301,7 @@ class Sender:
         if self._guard.closed is not None:
             return
         self._guard.closed = "it was closed" if error is None else str(error) or type(error).__name__
-        self._peers.tell(wire.Bye() if error is None else wire.Bye(code_of(error), str(error)))
+        self._peers.tell(wire.Bye() if error is None else wire.Bye(code_of(error), wire.plain(str(error))))
         for lane in self._lanes:
             try:
                 lane.close()
@@ -312,8 +317,13 @@ class Sender:
 
 
 def _metadata(given: Mapping[str, str] | None) -> dict[str, str]:
+    if not isinstance(given, Mapping | None):
+        raise UsageError(f"metadata must be a mapping of text to text, not {given!r}")
     data = dict(given or {})
     for entry in data.items():
-        if not all(isinstance(text, str) for text in entry):
-            raise UsageError(f"metadata must map text to text, not {entry[0]!r} to {entry[1]!r}")
+        try:
+            for text in entry:
+                str.encode(text)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise UsageError(f"metadata must map text to text, not {entry[0]!r} to {entry[1]!r}: {error}") from error
     return data

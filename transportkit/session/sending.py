@@ -154,7 +154,7 @@ class Sending:
             stream.abandon()
         for peer in self._peers:
             peer.manifest_id = ""
-        message = wire.Aborted(self._number, code_of(error), str(error), withdrawn=not self.began)
+        message = wire.Aborted(self._number, code_of(error), wire.plain(str(error)), withdrawn=not self.began)
         for peer in [peer for peer in self._peers if peer.number in self._begun]:
             with contextlib.suppress(TransportKitError):
                 self._peers.send(peer, message)

@@ -6,17 +6,18 @@ import abc
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from transportkit import wire
 from transportkit.errors import CallbackError, UpdateError
 from transportkit.lifecycle import Watched
 from transportkit.manifest import nbytes, wire_nbytes
 from transportkit.packing import Writer, allocate, copy_bytes, typed_view
 from transportkit.session.peers import code_of
-from transportkit.session.targets import Binding, tensors_of
+from transportkit.session.targets import Binding, check_own, check_target, tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from transportkit.errors import TransportKitError
     from transportkit.lifecycle import Imported
@@ -37,6 +38,9 @@ class Sink(abc.ABC):
     missing: Sequence[str] = ()
     cast: Sequence[str] = ()
 
+    def begin_streamed(self) -> None:
+        """The manifest comes with the chunks."""
+
     @abc.abstractmethod
     def extend(self, specs: Sequence[TensorSpec]) -> None:
         """Further specs of a manifest that comes with the chunks; raise to refuse them before they are written."""
@@ -52,6 +56,9 @@ class Sink(abc.ABC):
     def finish(self) -> None:
         """Every chunk has come."""
 
+    def rest(self) -> None:
+        """The update is over, however it ended: let go of what is the user's."""
+
 
 class IntoTarget(Sink):
     """Writes into the tensors of a target.
@@ -63,34 +70,44 @@ class IntoTarget(Sink):
         last: the binding of the last update, which is taken over where target and manifest are the same.
     """
 
-    def __init__(self, target: object, *, strict: bool, cast: bool, last: Binding | None) -> None:
-        self._tensors = tensors_of(target)
+    def __init__(
+        self, target: nn.Module | Mapping[str, Tensor], *, strict: bool, cast: bool, last: Binding | None
+    ) -> None:
+        check_target(target)
+        self._target = target
         self._strict = strict
         self._cast = cast
-        # Taken over before the update begins: that is when a receiver has time.
-        self._renewed = last is not None and last.renew(self._tensors, strict=strict, cast=cast)
-        self.binding = last if last is not None and self._renewed else Binding(self._tensors, strict=strict, cast=cast)
+        self._last = last
         self._streamed = True
+        self.binding = Binding({}, strict=strict, cast=cast)
 
     def begin(self, specs: Sequence[TensorSpec]) -> None:
         self._streamed = False
-        if not (self._renewed and self.binding.matches(specs)):
-            self._match_anew()
-            self.binding.match(specs)
+        # Asked for now, not when the call began: the target may have been given other memory while it waited.
+        tensors, last = tensors_of(self._target), self._last
+        if last is not None and last.matches(specs) and last.renew(tensors, strict=self._strict, cast=self._cast):
+            self.binding = last
+            return
+        self._bind(tensors)
+        self.binding.match(specs)
+
+    def begin_streamed(self) -> None:
+        self._bind(tensors_of(self._target))
+
+    def _bind(self, tensors: dict[str, Tensor]) -> None:
+        check_own(self._target, tensors)
+        self.binding = Binding(tensors, strict=self._strict, cast=self._cast)
 
     def extend(self, specs: Sequence[TensorSpec]) -> None:
-        if self._renewed:
-            self._match_anew()
         self.binding.extend(specs)
-
-    def _match_anew(self) -> None:
-        self._renewed = False
-        self.binding = Binding(self._tensors, strict=self._strict, cast=self._cast)
 
     def write(self, chunk: Imported, pieces: Sequence[Piece]) -> None:
         assert chunk.memory is not None
         self.torn = True
         self.binding.writer.unpack(pieces, chunk.memory)
+
+    def rest(self) -> None:
+        self.binding.rest()
 
     def finish(self) -> None:
         self.binding.writer.finish()
@@ -221,7 +238,7 @@ def told(error: BaseException) -> tuple[str, str]:
     """The code and text by which the peer learns of an error here."""
     if isinstance(error, GeneratorExit):
         return "LoopLeft", "the receiving loop was left before the update was complete"
-    return code_of(error), str(error)
+    return code_of(error), wire.plain(str(error))
 
 
 def ours(error: Exception) -> TransportKitError:

@@ -6,14 +6,26 @@ makes them one at a time; each is packed before the next is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import contextlib
+import operator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from types import GeneratorType
 from typing import Any
 
 import attrs
 from torch import Tensor, nn
 
-from transportkit.errors import DuplicateNameError, SourceError, TensorError, TransportKitError, UsageError
-from transportkit.manifest import Layout, Manifest, check_specs, dtype_names, module_tensors, spec_of, static_manifest
+from transportkit.errors import DuplicateNameError, SourceError, TensorError, UsageError
+from transportkit.manifest import (
+    Layout,
+    Manifest,
+    check_specs,
+    checked_name,
+    dtype_names,
+    module_tensors,
+    spec_of,
+    static_manifest,
+)
 from transportkit.wire import TensorSpec
 
 Pair = tuple[str, Tensor]
@@ -38,11 +50,8 @@ class Source:
     def __init__(
         self, manifest: Iterable[TensorSpec | tuple[str, Any, Iterable[int]]], iterator: Iterable[Pair]
     ) -> None:
-        specs = tuple(entry if isinstance(entry, TensorSpec) else _spec(entry) for entry in manifest)
+        specs = tuple(_spec(entry) for entry in manifest)
         check_specs(specs, dtype_names(), TensorError)
-        for spec in specs:
-            if spec.same_as is not None:
-                raise UsageError(f"{spec.name}: a Source's manifest cannot tie names; give every tensor its own bytes")
         self.__attrs_init__(specs, iterator)
 
 
@@ -63,7 +72,7 @@ class Streamed:
     """
 
     specs: tuple[TensorSpec, ...] | None
-    pairs: Iterator[tuple[TensorSpec, Tensor]]
+    pairs: Generator[tuple[TensorSpec, Tensor], None, None]
 
 
 def resolve(source: object, post: Post | None, previous: Layout | None) -> Static | Streamed:
@@ -101,7 +110,7 @@ def resolve(source: object, post: Post | None, previous: Layout | None) -> Stati
 
 def _checked(
     source: Iterable[Any], post: Post | None, manifest: tuple[TensorSpec, ...] | None
-) -> Iterator[tuple[TensorSpec, Tensor]]:
+) -> Generator[tuple[TensorSpec, Tensor], None, None]:
     seen: set[str] = set()
     count = 0
     for name, tensor in _pulled(source, post):
@@ -126,39 +135,55 @@ def _checked(
 
 
 def _pulled(source: Iterable[Any], post: Post | None) -> Iterator[Pair]:
-    """The pairs of a user's iterable; whatever it or ``post`` raises becomes a `SourceError`."""
-    iterator = None
-    while True:
-        name = "the source"
-        try:
-            if iterator is None:
-                iterator = iter(source)
-            pair = next(iterator)
-        except StopIteration:
-            return
-        except TransportKitError:
-            raise
-        except Exception as error:
-            raise SourceError(f"the source raised {type(error).__name__}: {error}") from error
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise SourceError(f"the source yielded {type(pair).__name__}, not a (name, tensor) pair")
-        name, tensor = pair
-        if post is not None:
-            try:
-                tensor = post((name, tensor))
-            except TransportKitError:
-                raise
-            except Exception as error:
-                raise SourceError(f"{name}: post raised {type(error).__name__}: {error}") from error
-        yield name, tensor
+    """The pairs of a user's iterable; whatever it or ``post`` raises becomes a `SourceError`.
+
+    A generator is closed at the end, however that comes.
+    """
+    with _blamed("the source"):
+        iterator = iter(source)
+    try:
+        while True:
+            with _blamed("the source"):
+                pair = next(iterator, _END)
+            if pair is _END:
+                return
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise SourceError(f"the source yielded {type(pair).__name__}, not a (name, tensor) pair")
+            name, tensor = pair
+            if post is not None:
+                with _blamed(f"{name}: post"):
+                    tensor = post((name, tensor))
+            yield name, tensor
+    finally:
+        if isinstance(iterator, GeneratorType):
+            iterator.close()
+
+
+@contextlib.contextmanager
+def _blamed(who: str) -> Iterator[None]:
+    """Around a user's code: what it raises, an error of another session included, is the source's."""
+    try:
+        yield
+    except (SourceError, TensorError):
+        raise
+    except Exception as error:
+        raise SourceError(f"{who} raised {type(error).__name__}: {error}") from error
+
+
+_END: Any = object()
 
 
 def _spec(entry: Any) -> TensorSpec:
+    if isinstance(entry, TensorSpec):
+        entry = (entry.name, entry.dtype, entry.shape) if entry.same_as is None else (entry.name, None, ())
     try:
         name, dtype, shape = entry
-        return TensorSpec(name, str(dtype).removeprefix("torch."), tuple(int(size) for size in shape))
+        sizes = tuple(operator.index(size) for size in shape)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{entry!r} is neither a TensorSpec nor a (name, dtype, shape)") from error
+    if dtype is None:
+        raise UsageError(f"{name}: a Source's manifest cannot tie names; give every tensor its own bytes")
+    return TensorSpec(checked_name(name), str(dtype).removeprefix("torch."), sizes)
 
 
 def _text(spec: TensorSpec) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import bisect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -12,19 +13,46 @@ from transportkit.manifest import module_tensors
 from transportkit.packing import Writer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transportkit.wire import TensorSpec
 
 
-def tensors_of(target: object) -> dict[str, Tensor]:
-    """The tensors of a module (its `state_dict` names) or a mapping, by name. Raises `UsageError` for anything else."""
-    pairs: Iterable[tuple[str, Tensor]]
-    if isinstance(target, nn.Module):
-        pairs = module_tensors(target)
-    elif isinstance(target, Mapping):
-        pairs = target.items()
-    else:
+def check_target(target: object) -> None:
+    """Raise `UsageError` unless this can be a target at all."""
+    if not isinstance(target, nn.Module | Mapping):
         raise UsageError(f"a target is a module or a mapping of names to tensors, not {type(target).__name__}")
-    return dict(pairs)
+
+
+def tensors_of(target: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a module (its `state_dict` names) or a mapping, by name."""
+    return dict(module_tensors(target) if isinstance(target, nn.Module) else target.items())
+
+
+def check_own(target: object, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `TargetError` for what is no tensor, and for what a module makes anew, so that writing to it is in vain."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TargetError(f"{name}: the target holds a {type(tensor).__name__} here, no tensor", tensor=str(name))
+    if not isinstance(target, nn.Module):
+        return
+    own = {0, *map(_storage, target.parameters()), *map(_storage, target.buffers())}
+    for name, tensor in tensors.items():
+        if _storage(tensor) not in own:
+            raise TargetError(
+                f"{name}: the module's state_dict() makes this tensor anew (extra state, or a hook), so writing to it "
+                "would be lost; load into a mapping of the parameters and buffers, or take the update with receive() "
+                "and give it to load_state_dict()",
+                tensor=name,
+            )
+
+
+def _storage(tensor: Tensor) -> int:
+    """The address of a tensor's memory; 0 where it has none, and what kind it is is looked at elsewhere."""
+    try:
+        return tensor.untyped_storage().data_ptr() if tensor.numel() else 0
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 class Binding:
@@ -47,7 +75,7 @@ class Binding:
         self._specs: list[TensorSpec] = []
         self._writer = Writer(cast=cast)
         self._matched: list[str] = []
-        self._written: dict[tuple[object, int], str] = {}
+        self._places = _Places()
         self._whole = False
         self.skipped: list[str] = []
         self.missing: list[str] = []
@@ -66,8 +94,8 @@ class Binding:
         """
         self._specs = specs if isinstance(specs, list) else list(specs)
         targets = [self._find(spec) for spec in specs]
-        self._check_apart(specs)
         self._writer = Writer(specs, targets, cast=self._cast)
+        self._check_apart(specs)
         self._matched = [spec.name for spec in specs if spec.name in self._tensors]
         self._note_casts(specs)
         self.complete()
@@ -79,10 +107,10 @@ class Binding:
         Raises:
             TargetError: one of them does not suit; nothing of it is written.
         """
-        self._check_apart(specs)
         for spec in specs:
             self._writer.append(spec, self._find(spec))
             self._specs.append(spec)
+        self._check_apart(specs)
         self._note_casts(specs)
 
     def complete(self) -> None:
@@ -115,7 +143,7 @@ class Binding:
     def renew(self, tensors: dict[str, Tensor], *, strict: bool, cast: bool) -> bool:
         """Take these tensors for another update of the same manifest; False where they must be matched anew."""
         same = (strict, cast) == (self._strict, self._cast) and tuple(tensors) == self._names
-        if not self._whole or not same:
+        if not self._whole or not same or len(tensors) != len(self._matched):
             return False
         self._tensors = tensors
         return self._writer.resume([tensors[name] for name in self._matched])
@@ -133,18 +161,9 @@ class Binding:
         return []
 
     def _check_apart(self, specs: Sequence[TensorSpec]) -> None:
-        """Refuse two tensors with bytes of their own that the target keeps in one memory: one of them would be lost."""
         for spec in specs:
-            tensor = self._tensors.get(spec.name)
-            if tensor is None or spec.same_as is not None or not tensor.numel():
-                continue
-            other = self._written.setdefault((tensor.device, tensor.data_ptr()), spec.name)
-            if other != spec.name:
-                raise TargetError(
-                    f"{spec.name}: the same memory as {other} in the target, but sent apart from it; tie the two "
-                    "at the sender, send one of them only, or untie them here",
-                    tensor=spec.name,
-                )
+            if (tensor := self._tensors.get(spec.name)) is not None:
+                self._places.take(spec, tensor)
 
     def _note_casts(self, specs: Sequence[TensorSpec]) -> None:
         if self._cast:
@@ -152,6 +171,45 @@ class Binding:
                 target = self._tensors.get(spec.name)
                 if target is not None and str(target.dtype) != f"torch.{spec.dtype}":
                     self.cast.append(spec.name)
+
+
+class _Places:
+    """Which memory of a target belongs to which tensor that is sent: a second one there would overwrite the first."""
+
+    def __init__(self) -> None:
+        self._views: dict[tuple[object, int], tuple[object, str, str]] = {}
+        self._starts: dict[object, list[int]] = {}
+        self._ends: dict[tuple[object, int], tuple[int, str]] = {}
+
+    def take(self, spec: TensorSpec, tensor: Tensor) -> None:
+        """The tensor takes its bytes. Raises `TargetError` where another one has them, or some of them."""
+        if not tensor.numel():
+            return
+        device, start = tensor.device, tensor.data_ptr()
+        view = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        root = spec.same_as or spec.name
+        known, owner, name = self._views.setdefault((device, start), (view, root, spec.name))
+        if (known, owner) != (view, root):
+            raise _shared(spec, name)
+        if name != spec.name or not tensor.is_contiguous():
+            return
+        starts = self._starts.setdefault(device, [])
+        at = bisect.bisect(starts, start)
+        end = start + tensor.numel() * tensor.itemsize
+        if at and self._ends[device, starts[at - 1]][0] > start:
+            raise _shared(spec, self._ends[device, starts[at - 1]][1])
+        if at < len(starts) and starts[at] < end:
+            raise _shared(spec, self._ends[device, starts[at]][1])
+        starts.insert(at, start)
+        self._ends[device, start] = (end, spec.name)
+
+
+def _shared(spec: TensorSpec, other: str) -> TargetError:
+    return TargetError(
+        f"{spec.name}: shares memory with {other} in the target, but the two are sent apart, so one would overwrite "
+        "the other; tie the two at the sender, send one of them only, or untie them here",
+        tensor=spec.name,
+    )
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:

@@ -109,12 +109,16 @@ __all__ = [
     "decode",
     "decode_as",
     "encode",
+    "plain",
     "raw",
 ]
 
 #: Longest control frame before the two sides have agreed, and after, in bytes.
 HANDSHAKE_FRAME_LIMIT = 1 << 20
 CONTROL_FRAME_LIMIT = 1 << 28
+
+#: Longest text of an error, in characters.
+TEXT_LIMIT = 1 << 14
 
 HandshakeMessage = (
     Hello | Refusal | Proposal | Joined | Declined | Connect | Proof | Agreed | Inspected | Chunk | Ack | Waiting | Bye
@@ -191,6 +195,12 @@ def decode_as(type_: type[T], raw: Raw | bytes) -> T:
         return msgspec.msgpack.decode(raw, type=type_)
     except (msgspec.MsgspecError, OverflowError, RecursionError, ValueError) as error:
         raise ProtocolError(f"cannot decode {type_.__name__}: {error}") from error
+
+
+def plain(text: str) -> str:
+    """A text as it can travel: bounded, and without what UTF-8 cannot hold."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= TEXT_LIMIT else f"{text[:TEXT_LIMIT]}... ({len(text)} characters)"
 
 
 def raw(value: Any) -> Raw:
