@@ -151,7 +151,13 @@ class TargetError(TensorError):
 
 
 class DeadlineError(TransportKitError, TimeoutError):
-    """A wait ended without what it waited for."""
+    """A wait ended without what it waited for.
+
+    Attributes:
+        silent: the peer itself said nothing, as opposed to a backend that took too long.
+    """
+
+    silent: bool = False
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -170,11 +170,15 @@ def test_a_receiver_that_is_stopped_while_it_waits(folder: Path, backend: str) -
             assert isinstance(late, tk.PeerFailedError)
 
 
-def slow_to_call(receiver: tk.Receiver) -> tuple[list[str], int]:
-    """Its first wait expires; it calls again long after the sender's timeout."""
+def give_up(receiver: tk.Receiver) -> None:
+    """A call whose wait expires."""
     error, _ = caught(receiver.load_into, zeros(), wait=0.2)
     assert isinstance(error, tk.DeadlineError)
-    time.sleep(1.5)
+
+
+def slow_to_call(receiver: tk.Receiver) -> tuple[list[str], int]:
+    """A call that comes long after the sender's timeout."""
+    time.sleep(3)
     wrong, update = ends.load(receiver)
     return wrong, update.version
 
@@ -182,10 +186,10 @@ def slow_to_call(receiver: tk.Receiver) -> tuple[list[str], int]:
 def test_a_receiver_whose_wait_has_expired_may_take_its_time(folder: Path) -> None:
     address = f"unix:{folder}/s"
     with Remote("receive", address) as remote:
-        with tk.serve(address, timeout=0.5) as sender:
+        with tk.serve(address, timeout=1.5) as sender:
             for version in (1, 2):
+                remote.start(give_up).answer()
                 remote.start(slow_to_call)
-                time.sleep(0.4)
                 sender.send(model(), version=version)
                 assert remote.answer() == ([], version)
             remote.finish()

@@ -28,6 +28,19 @@ __all__ = ["CommandError", "main"]
 Job = Callable[[], None]
 """What a command line, once parsed, asks for."""
 
+#: The library's keywords, and the options of the same meaning.
+_OPTIONS = {
+    "authkey": "--authkey-file",
+    "backends": "--backend",
+    "chunk_bytes": "--chunk-bytes",
+    "checksum": "--no-checksum",
+    "receivers": "--receivers",
+    "slots": "--slots",
+    "timeout": "--timeout",
+    "wait": "--wait",
+    "allow_plaintext": "--allow-plaintext",
+}
+
 _INSTALL = "install it: pip install 'transportkit[cli]'"
 
 
@@ -122,12 +135,19 @@ def _verdict(error: BaseException, debug: bool) -> tuple[int, str]:
         stopped = signals.first or Stopped(signal.SIGINT)
         return 128 + stopped.number, str(stopped)
     if isinstance(error, TransportKitError):
-        return 2 if type(error) is UsageError else 1, str(error)
+        return 2 if type(error) is UsageError else 1, _in_options(str(error))
     if isinstance(error, MemoryError):
         return 1, f"out of memory: {error}"
     if not isinstance(error, Exception):
         raise error
     return 1, f"{type(error).__name__}: {error}{'' if debug else '; --debug shows where'}"
+
+
+def _in_options(text: str) -> str:
+    """The library's text with its keywords turned into the options that stand for them here."""
+    for keyword, option in _OPTIONS.items():
+        text = text.replace(f"`{keyword}=`", f"`{option}`").replace(f"(in {keyword}=)", f"(in {option})")
+    return text
 
 
 def require(*modules: str) -> None:

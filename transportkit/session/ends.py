@@ -65,9 +65,8 @@ def connect(address: str, **keywords: Any) -> Receiver:
 
     Args:
         address: ``unix:PATH`` or ``tcp://HOST:PORT``.
-        **keywords: as for `serve`. ``wait`` bounds waiting for somebody to listen (else ``timeout`` does) and for the
-        sender
-            to be ready.
+        **keywords: as for `serve`. ``wait`` bounds waiting for somebody to listen (else ``timeout`` does) and for
+            the sender to be ready.
 
     Raises:
         AddressError: nobody listened in time, or the address is malformed or not permitted.
@@ -125,6 +124,8 @@ def pair(ctx: BaseContext | None = None, **keywords: Any) -> tuple[Sender, Recei
         **keywords: as for `serve`, for both ends.
     """
     wanted = options(keywords)
+    if not isinstance(ctx, multiprocessing.context.BaseContext | None):
+        raise UsageError(f"pair() takes a context, as multiprocessing.get_context('spawn') makes it, not {ctx!r}")
     context = ctx if ctx is not None else multiprocessing.get_context()
     choice = choose(read_site("pair"), wanted.backends)
     inherited = {}
@@ -181,7 +182,7 @@ class _Paired:
         # The session's attributes exist from the first use on; asking for one is that use.
         unused = self.__dict__.get("_unused")
         if unused is None or name.startswith("__"):
-            raise AttributeError(name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         ends, wanted, inherited = unused
         link = SocketLink.over(ends.claim(self._role), kind="pair", peer=f"the other end of the pair of {os.getpid()}")
         self._unused = None
@@ -206,7 +207,10 @@ class _Paired:
         raise NotImplementedError
 
     def __reduce__(self) -> tuple[Any, ...]:
-        multiprocessing.context.assert_spawning(self)
+        try:
+            multiprocessing.context.assert_spawning(self)
+        except RuntimeError as error:
+            raise UsageError("an end of a pair goes to a process as an argument while that is started") from error
         if self._unused is None:
             raise UsageError("this end of the pair is in use; hand it to the child before its first use")
         ends, wanted, inherited = self._unused

@@ -24,7 +24,7 @@ from transportkit.errors import (
 )
 from transportkit.handshake import peer_text, verify
 from transportkit.lifecycle import Imported, Imports, memory_of, translated
-from transportkit.session.peers import BEATS, SilentPeerError
+from transportkit.session.peers import BEATS
 from transportkit.session.wiring import LinkWiring
 
 if TYPE_CHECKING:
@@ -144,9 +144,9 @@ class Joining:
                         return None
                     case _:
                         self._unexpected(message)
-        except SilentPeerError:
-            raise
         except (BackendError, DeadlineError, IntegrityError) as error:
+            if isinstance(error, DeadlineError) and error.silent:
+                raise
             self._decline(proposal, str(error))
             return None
 
@@ -228,7 +228,7 @@ class Joining:
             except DeadlineError as error:
                 if deadline.keyword == "wait" and deadline.expired():
                     raise
-                raise SilentPeerError(str(error)) from error
+                raise DeadlineError(str(error), silent=True) from error
             if self._conversation.received(message):
                 break
         if isinstance(message, wire.Refusal):

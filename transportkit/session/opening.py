@@ -15,7 +15,6 @@ from transportkit.errors import BackendError, DeadlineError, NegotiationError, P
 from transportkit.handshake import LanePlan, Outcome, negotiate
 from transportkit.lifecycle import host_slots, memory_of
 from transportkit.session.lane import Lane, acknowledge
-from transportkit.session.peers import SilentPeerError
 from transportkit.session.wiring import LinkWiring
 
 if TYPE_CHECKING:
@@ -190,9 +189,9 @@ class Opening:
         """Run one step of a lane; a failure of its backend is a strike, not an error."""
         try:
             step()
-        except SilentPeerError:
-            raise
         except (BackendError, DeadlineError) as error:
+            if isinstance(error, DeadlineError) and error.silent:
+                raise
             if not self._struck(lane):
                 self._strike_lane(lane.terms, _reason(error))
             return False

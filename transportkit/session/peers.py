@@ -33,10 +33,6 @@ BEATS = 4
 """How often a side that waits says so within the shorter of both sides' timeouts."""
 
 
-class SilentPeerError(DeadlineError):
-    """A peer itself says nothing, as opposed to a backend that takes too long."""
-
-
 class Peer:
     """One receiver of a sender.
 
@@ -129,7 +125,7 @@ class Peers:
         try:
             peer.link.send(wire.encode(message), Deadline(self.timeout, f"room on the link to {peer.name}"))
         except DeadlineError as error:
-            raise SilentPeerError(str(error)) from error
+            raise DeadlineError(str(error), silent=True) from error
         except PeerLostError as error:
             # It takes nothing more, yet what it said before it went may say why.
             self.drain(peer)
@@ -192,9 +188,10 @@ class Peers:
                 slowest = min(silent, key=lambda p: p.heard)
                 left = max(began, slowest.heard) + self.timeout - now
                 if left <= 0:
-                    raise SilentPeerError(
+                    raise DeadlineError(
                         f"{slowest.name} sent no {what} within {self.timeout:g} s "
-                        "(raise `timeout=` where that is too short)"
+                        "(raise `timeout=` where that is too short)",
+                        silent=True,
                     )
                 pause = min(pause, left)
             self.keep_alive()

@@ -25,7 +25,6 @@ from transportkit.session.inlet import Inlet
 from transportkit.session.joining import Joined, Joining
 from transportkit.session.leases import Lease
 from transportkit.session.options import Options, hello, options, per_call
-from transportkit.session.peers import SilentPeerError
 from transportkit.session.receiving import Memory, Receiving
 from transportkit.session.sinks import IntoFunction, IntoTarget, Leased, Owned, Sink, ours, told
 from transportkit.site import read_site
@@ -100,10 +99,10 @@ class Receiver:
 
     @property
     def agreement(self) -> Agreement:
-        """Who uses which backend, and why not another one; print it."""
+        """Who uses which backend, and why not another one; print it. Raises `UsageError` before anything is agreed."""
         if self._joined is None:
-            self.join()
-        assert self._joined is not None
+            self._guard.check()
+            raise UsageError("nothing is agreed yet; call join() or enter the receiver (`with`) first")
         return self._joined.agreement
 
     @property
@@ -210,7 +209,7 @@ class Receiver:
             PeerError, DeadlineError: as for `load_into`.
         """
         if not callable(function):
-            raise UsageError(f"apply() takes a callable, not {function!r}")
+            raise UsageError(f"apply() takes a callable, not {type(function).__name__}")
         per_call(wait, progress)
         with self._guard.call("apply"):
 
@@ -387,7 +386,7 @@ class Receiver:
                     self._joining = Joining(self._inlet, greeting, choice, self._inherited)
                 self._joined = self._joining.run(deadline)
             except BaseException as error:
-                if not isinstance(error, DeadlineError) or isinstance(error, SilentPeerError):
+                if not isinstance(error, DeadlineError) or error.silent:
                     self._end(error)
                 raise
             link.renew_on_progress = True

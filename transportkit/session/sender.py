@@ -127,10 +127,10 @@ class Sender:
 
     @property
     def agreement(self) -> Agreement:
-        """Who uses which backend, and why not another one; print it."""
+        """Who uses which backend, and why not another one; print it. Raises `UsageError` before anything is agreed."""
         if self._agreement is None:
-            self.wait()
-        assert self._agreement is not None
+            self._guard.check()
+            raise UsageError("nobody is agreed with yet; enter the sender (`with`) or call wait() first")
         return self._agreement
 
     @property

@@ -23,7 +23,7 @@ from transportkit.errors import (
 from transportkit.manifest import manifest_id, nbytes, wire_nbytes
 from transportkit.packing import Packer, pack_piece
 from transportkit.session.lane import Lane, acknowledge
-from transportkit.session.peers import SilentPeerError, code_of
+from transportkit.session.peers import code_of
 from transportkit.session.results import Report
 from transportkit.session.sources import Static, Streamed
 
@@ -164,7 +164,7 @@ class Sending:
         if self._failed or not isinstance(error, Exception):
             return bool(self._failed) and isinstance(error, PeerFailedError)
         if isinstance(error, DeadlineError):
-            return not self.began and not isinstance(error, SilentPeerError)
+            return not self.began and not error.silent
         return isinstance(error, UpdateError | TensorError)
 
     def last_words(self) -> PeerFailedError | None:

@@ -148,7 +148,10 @@ def _pulled(source: Iterable[Any], post: Post | None) -> Iterator[Pair]:
             if pair is _END:
                 return
             if not isinstance(pair, tuple | list) or len(pair) != 2:
-                raise SourceError(f"the source yielded {type(pair).__name__}, not a (name, tensor) pair")
+                raise SourceError(
+                    f"the source yielded {type(pair).__name__}, not a (name, tensor) pair; send the module, a mapping, "
+                    "or what named_parameters() gives"
+                )
             name, tensor = pair
             if post is not None:
                 with _blamed(f"{name}: post"):

@@ -93,6 +93,7 @@ class Binding:
             TargetError: it does not suit; nothing is written.
         """
         self._specs = specs if isinstance(specs, list) else list(specs)
+        self._compare_names(specs)
         targets = [self._find(spec) for spec in specs]
         self._writer = Writer(specs, targets, cast=self._cast)
         self._check_apart(specs)
@@ -147,6 +148,25 @@ class Binding:
             return False
         self._tensors = tensors
         return self._writer.resume([tensors[name] for name in self._matched])
+
+    def _compare_names(self, specs: Sequence[TensorSpec]) -> None:
+        """Refuse a whole manifest whose names are not the target's, with both sides of the difference."""
+        sent = {spec.name for spec in specs}
+        unknown = [spec.name for spec in specs if spec.name not in self._tensors]
+        if not unknown or (not self._strict and len(unknown) < len(specs)):
+            return
+        unsent = [name for name in self._names if name not in sent]
+        text = f"{_listed(unknown)}: sent, but not in the target"
+        if unsent:
+            text += f"; {_listed(unsent)}: in the target, but not sent"
+        prefix = next((n.removesuffix(m) for n in unknown[:1] for m in unsent if n.endswith(m)), "")
+        if prefix:
+            text += f" (the sender's names begin with {prefix!r})"
+        if self._strict:
+            text += "; give both sides the same names, or receive with strict=False"
+        else:
+            text += "; no name is the same on both sides, so nothing would be written"
+        raise TargetError(text, tensor=unknown[0])
 
     def _find(self, spec: TensorSpec) -> list[Tensor]:
         tensor = self._tensors.get(spec.name)

@@ -46,6 +46,7 @@ class WiringDouble(Wiring):
         """How many payload frames have been sent."""
         self._channels = channels
         self._error: TransportKitError | None = None
+        self._news = -1
         self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fail(self, error: TransportKitError) -> None:
@@ -66,6 +67,9 @@ class WiringDouble(Wiring):
         if self._news >= 0:
             os.close(self._news)
             self._news = -1
+
+    def __del__(self) -> None:
+        self.close()  # a test that fails may not have come to it
 
     def check(self) -> None:
         if self._error is not None:
