@@ -6,11 +6,17 @@ that can be viewed as bytes. Everything else is refused, with what to do instead
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 #: No size in bytes or elements may exceed this: torch counts in 64-bit integers.
 MAX_BYTES = (1 << 63) - 1
@@ -133,3 +139,19 @@ def unsupported(tensor: object) -> str | None:
     if address + extent * tensor.itemsize > end:
         return "reaches beyond its storage, which was resized: restore the storage first"
     return None
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Around a look at very many tensors: it allocates tens of thousands of small objects and drops them again.
+
+    Python's collector would run dozens of times meanwhile, a full pass of some 100 ms among them now and then.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

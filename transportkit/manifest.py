@@ -32,6 +32,7 @@ from transportkit.kinds import (
     dtype_of,
     itemsize,
     names_by_dtype,
+    uncollected,
     unsupported,
 )
 from transportkit.wire import TensorSpec
@@ -215,6 +216,7 @@ class _Prints:
         return plain
 
 
+@uncollected()
 def static_manifest(
     pairs: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor], previous: Layout | Manifest | None = None
 ) -> Manifest:

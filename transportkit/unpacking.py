@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from itertools import chain, islice
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from transportkit.chunk import used
 from transportkit.errors import ProtocolError, TargetError
-from transportkit.kinds import BCOMPLEX32, PLAIN_TYPES, dtype_of, unsupported
+from transportkit.kinds import BCOMPLEX32, PLAIN_TYPES, dtype_of, uncollected, unsupported
 from transportkit.manifest import wire_nbytes
 from transportkit.memory import BOUNCE_BYTES, allocate, memmove, plain_address
 from transportkit.strided import flat_bytes, overlaps_itself, write
@@ -114,11 +114,12 @@ class Writer:
             self.append(spec, its_targets)
         self._lengths = list(map(len, targets))
         self._prints = _target_prints(list(chain.from_iterable(targets)))
-        self._simple = False
+        self._simple: bool | None = None
+        """Whether `resume` can serve: all targets are plain, and were given to the constructor; known on release."""
         self._storages: list[torch.UntypedStorage] = []
         self._resumed: list[Tensor] | None = None
         """The targets of `resume`; autograd learns of the writes to all of them at the first."""
-        self._fresh = False
+        self._counted: list[Tensor] = []
 
     def append(self, spec: TensorSpec, targets: Sequence[Tensor]) -> None:
         """Add the next tensor of the manifest; before any byte of the one that it is the same as is written.
@@ -201,14 +202,17 @@ class Writer:
 
     def release(self) -> None:
         """Let go of every target, until `resume`; only addresses and layouts are kept."""
-        self._simple = self._lengths is not None and not any(self._others)
+        if self._simple is None:
+            self._simple = self._lengths is not None and not any(self._others)
         self._resumed = None
+        self._counted = []
         self._storages = []
         self._kept = [()] * len(self._specs)
         self._plain = [()] * len(self._specs)
         self._others = list(self._plain)
         self._versioned = list(self._plain)
 
+    @uncollected()
     def resume(self, flat: list[Tensor]) -> bool:
         """After `release`, take targets for another update as the constructor does, for a fraction of its cost.
 
@@ -229,9 +233,22 @@ class Writer:
         self._resumed = flat
         # Should a target be given other memory meanwhile (``p.data = ...``), what is written stays ours to write to.
         self._storages = list(map(Tensor.untyped_storage, flat))
-        self._fresh = True
+        self._counted = [target for target in flat if not target.is_inference()]
         self._carry = b""
         return True
+
+    @uncollected()
+    def unmoved(self, flat: list[Tensor]) -> bool:
+        """Whether these are the targets of `resume`, still where they were then; much cheaper than to resume again.
+
+        Their memory was kept alive since, so what is at the same address is the same memory.
+        """
+        if self._resumed is None or not all(map(is_, flat, self._resumed)):
+            return False
+        try:
+            return list(map(Tensor.data_ptr, flat)) == self._prints[1] and list(map(_SHAPE, flat)) == self._prints[2]
+        except (RuntimeError, NotImplementedError):
+            return False
 
     def _spread(self) -> None:
         """Give every spec its resumed targets, for chunks that are not in host memory."""
@@ -263,7 +280,7 @@ class Writer:
         base = chunk.data_ptr() if chunk.is_cpu else 0
         if self._resumed is not None:
             if base:
-                return self._unpack_resumed(pieces, base, self._resumed)
+                return self._unpack_resumed(pieces, base)
             self._spread()
         sizes, addresses, others, versioned = self._sizes, self._addresses, self._others, self._versioned
         complete: list[int] = []
@@ -286,10 +303,10 @@ class Writer:
                 increment_version(written)
         return complete
 
-    def _unpack_resumed(self, pieces: Sequence[Piece], base: int, targets: list[Tensor]) -> list[int]:
-        if self._fresh:
-            self._fresh = False
-            increment_version([target for target in targets if not target.is_inference()])
+    def _unpack_resumed(self, pieces: Sequence[Piece], base: int) -> list[int]:
+        if self._counted:
+            increment_version(self._counted)
+            self._counted = []
         sizes, addresses = self._sizes, self._addresses
         complete: list[int] = []
         for piece in pieces:

@@ -105,12 +105,16 @@ class Inlet:
         """Take in what has come. Raises `BackendError` where the sender gave the backend up, `PeerError` where it is
         gone.
         """
-        while self.link.poll():
-            message = self._take()
-            if not isinstance(message, wire.Waiting):
-                self._ahead.append(message)
-            if len(self._ahead) > AHEAD_LIMIT:
-                raise ProtocolError(f"{self.name} sent {len(self._ahead)} messages where a few may come")
+        lost = None
+        try:
+            while self.link.poll():
+                message = self._take()
+                if not isinstance(message, wire.Waiting):
+                    self._ahead.append(message)
+                if len(self._ahead) > AHEAD_LIMIT:
+                    raise ProtocolError(f"{self.name} sent {len(self._ahead)} messages where a few may come")
+        except PeerLostError as error:
+            lost = error  # what the sender said before it went says why
         for message in self._ahead:
             match message:
                 case wire.Bye():
@@ -119,6 +123,8 @@ class Inlet:
                     raise ended(message, self.name)
                 case wire.Proposal() | wire.Refusal():
                     raise BackendError("the sender gave this backend up")
+        if lost is not None:
+            raise lost
 
     def _send(self, message: wire.Message) -> None:
         self.link.send(wire.encode(message), Deadline(self.timeout, f"room on the link to {self.name}"))

@@ -300,7 +300,11 @@ class Receiver:
         self._join(deadline)
         sink = make()
         receiving = self._new(progress)
-        self._wait(receiving, deadline)
+        try:
+            self._wait(receiving, deadline)
+        except BaseException:
+            sink.rest()
+            raise
         self._current = receiving
         try:
             if receiving.streamed:

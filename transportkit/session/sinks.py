@@ -77,15 +77,16 @@ class IntoTarget(Sink):
         self._target = target
         self._strict = strict
         self._cast = cast
-        self._last = last
+        # Renewed now, while there is time; whether it still holds is looked at when the update begins.
+        self._last = last if last is not None and last.renew(tensors_of(target), strict=strict, cast=cast) else None
         self._streamed = True
         self.binding = Binding({}, strict=strict, cast=cast)
 
     def begin(self, specs: Sequence[TensorSpec]) -> None:
         self._streamed = False
-        # Asked for now, not when the call began: the target may have been given other memory while it waited.
+        # Asked for again: the target may have been given other memory while the call waited.
         tensors, last = tensors_of(self._target), self._last
-        if last is not None and last.matches(specs) and last.renew(tensors, strict=self._strict, cast=self._cast):
+        if last is not None and last.matches(specs) and last.unmoved(tensors):
             self.binding = last
             return
         self._bind(tensors)
@@ -108,6 +109,8 @@ class IntoTarget(Sink):
 
     def rest(self) -> None:
         self.binding.rest()
+        if self._last is not None:
+            self._last.rest()
 
     def finish(self) -> None:
         self.binding.writer.finish()

@@ -149,6 +149,10 @@ class Binding:
         self._tensors = tensors
         return self._writer.resume([tensors[name] for name in self._matched])
 
+    def unmoved(self, tensors: dict[str, Tensor]) -> bool:
+        """Whether these are the tensors of `renew`, still where they were then."""
+        return tuple(tensors) == self._names and self._writer.unmoved([tensors[name] for name in self._matched])
+
     def _compare_names(self, specs: Sequence[TensorSpec]) -> None:
         """Refuse a whole manifest whose names are not the target's, with both sides of the difference."""
         sent = {spec.name for spec in specs}
