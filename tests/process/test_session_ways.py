@@ -385,7 +385,7 @@ CASES: dict[str, Any] = {
 
 
 def writable(receiver: tk.Receiver, name: str) -> list[str]:
-    """Receive, compare, and work in place on every tensor (A16)."""
+    """Receive, compare, and work in place on every tensor."""
     wrong = []
     torch.manual_seed(3)
     wanted = CASES[name]()
@@ -420,14 +420,14 @@ def test_values_that_others_got_wrong(folder: Path, backend: str, chunk_bytes: i
                     report = sender.send(source)
                     assert remote.answer() == [], name
                     assert report.nbytes == sum(t.numel() * t.element_size() for t in tensors.values())
-                # The caller's own are neither changed nor moved (A17).
+                # The caller's own are neither changed nor moved.
                 assert {key: raw(tensor) for key, tensor in tensors.items()} == before
                 assert {key: tensor.is_shared() for key, tensor in tensors.items()} == shared
             remote.finish()
 
 
 def slow(receiver: tk.Receiver) -> bool:
-    """Keep what the first of three chunks brought to the very end, while being slow (A07)."""
+    """Keep what the first of three chunks brought to the very end, while being slow."""
     first: list[tuple[str, torch.Tensor]] = []
     for name, tensor in receiver.receive():
         if not first:

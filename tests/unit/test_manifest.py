@@ -220,7 +220,7 @@ def test_a_mapping_in_order() -> None:
     assert static_manifest({}).specs == ()
 
 
-def test_tied_tensors_are_sent_once() -> None:  # A15
+def test_tied_tensors_are_sent_once() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()

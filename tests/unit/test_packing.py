@@ -82,7 +82,7 @@ def round_trip(sources: Sequence[Tensor], chunk_bytes: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("chunk_bytes", CHUNK_SIZES)
-def test_scalars_arrive_with_their_shapes(chunk_bytes: int) -> None:  # A01
+def test_scalars_arrive_with_their_shapes(chunk_bytes: int) -> None:
     targets = round_trip(
         [torch.tensor(1.5), torch.ones(2, 2), torch.tensor(3, dtype=torch.int16), torch.tensor(True)], chunk_bytes
     )
@@ -92,7 +92,7 @@ def test_scalars_arrive_with_their_shapes(chunk_bytes: int) -> None:  # A01
 
 
 @pytest.mark.parametrize("chunk_bytes", CHUNK_SIZES)
-def test_wide_dtypes_follow_odd_numbers_of_bytes(chunk_bytes: int) -> None:  # A02
+def test_wide_dtypes_follow_odd_numbers_of_bytes(chunk_bytes: int) -> None:
     kinds = [
         (torch.float16, 3),
         (torch.float32, 2),
@@ -108,7 +108,7 @@ def test_wide_dtypes_follow_odd_numbers_of_bytes(chunk_bytes: int) -> None:  # A
 
 
 @pytest.mark.parametrize("chunk_bytes", CHUNK_SIZES)
-def test_strided_sources_arrive_as_their_values(chunk_bytes: int) -> None:  # A03
+def test_strided_sources_arrive_as_their_values(chunk_bytes: int) -> None:
     fused = torch.arange(18 * 4, dtype=torch.float32).view(18, 4)
     round_trip(
         [
@@ -128,19 +128,19 @@ def test_strided_sources_arrive_as_their_values(chunk_bytes: int) -> None:  # A0
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
 @pytest.mark.parametrize("chunk_bytes", CHUNK_SIZES)
-def test_empty_tensors_keep_their_place(shape: tuple[int, ...], chunk_bytes: int) -> None:  # A04
+def test_empty_tensors_keep_their_place(shape: tuple[int, ...], chunk_bytes: int) -> None:
     round_trip([torch.ones(5), torch.empty(shape), torch.full((5,), 2.0)], chunk_bytes)
     round_trip([torch.empty(shape)] * 3, chunk_bytes)
     round_trip([torch.empty(4, 4)[:, 1:1], torch.empty(0, 3, dtype=torch.complex64).conj()], chunk_bytes)
 
 
-def test_a_tensor_larger_than_a_chunk_is_split() -> None:  # A05
+def test_a_tensor_larger_than_a_chunk_is_split() -> None:
     small = [rubbish(torch.bfloat16, 1000 + i, seed=i) for i in range(6)]
     round_trip([*small[:3], rubbish(torch.uint8, 3_355_443), *small[3:]], 1 << 20)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
-def test_every_bit_pattern_of_a_small_float_arrives(dtype: str) -> None:  # A14
+def test_every_bit_pattern_of_a_small_float_arrives(dtype: str) -> None:
     wide = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
     source = wide.view(dtype_of(dtype)) if itemsize_of(dtype) == 2 else rubbish(dtype_of(dtype), 1 << 16)
     manifest = static_manifest({"w": source})
@@ -396,7 +396,7 @@ def test_autograd_sees_that_a_target_was_written(strided: bool, part: bool) -> N
         torch.autograd.backward(loss)
 
 
-def test_sources_are_not_touched() -> None:  # A17
+def test_sources_are_not_touched() -> None:
     sources = [torch.arange(4.0), torch.arange(4.0).view(2, 2).t(), torch.zeros(2, dtype=torch.complex64).conj()]
 
     def state() -> list[object]:

@@ -261,7 +261,7 @@ BROKEN = {
 def test_a_broken_plugin_costs_only_itself(
     install: Install, caplog: pytest.LogCaptureFixture, source: str, reason: str
 ) -> None:
-    """CASES.md A18: the rest works, one WARNING names plugin, distribution and reason; by name it raises the same."""
+    """The rest works, one WARNING names plugin, distribution and reason; by name it raises the same."""
     install("bad", source)
     install("fast", good("fast"))
     failure = load("bad")

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from transportkit import wire
-from transportkit.chunk import Cutter, plan, used
+from transportkit.chunk import plan
 from transportkit.deadline import Deadline
 from transportkit.errors import (
     CallbackError,
@@ -26,12 +26,10 @@ from transportkit.session.lane import Lane, acknowledge
 from transportkit.session.peers import code_of
 from transportkit.session.results import Report
 from transportkit.session.sources import Static, Streamed
+from transportkit.session.stream import Stream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
 
     from transportkit.lifecycle import SlotPool
     from transportkit.session.options import Progress
@@ -112,7 +110,7 @@ class Sending:
         self._committed = False
         self._applied: set[int] = set()
         self._failed: dict[int, wire.Failed] = {}
-        self._streams: list[_Stream] = []
+        self._streams: list[Stream] = []
         self._total: int | None = None
         self._sent = 0
         self._start = 0.0
@@ -223,7 +221,7 @@ class Sending:
         self._peers.wait(
             lambda: self._accepted == everyone, lambda: everyone - self._accepted, "answer to the manifest"
         )
-        self._streams = [_Stream(x, self._number, known_plan=planned.issuperset(x.receivers)) for x in self._lanes]
+        self._streams = [Stream(x, self._number, known_plan=planned.issuperset(x.receivers)) for x in self._lanes]
 
     def _send_static(self, identity: str) -> None:
         assert isinstance(self._source, Static)
@@ -287,18 +285,18 @@ class Sending:
 
     # -- chunks -------------------------------------------------------------------------------------------------------
 
-    def _flush(self, stream: _Stream, *, last: bool) -> None:
+    def _flush(self, stream: Stream, *, last: bool) -> None:
         if stream.pieces:
             pieces = tuple(stream.pieces)
             stream.pieces.clear()
             stream.emit(pieces, last=last)
             self._count(stream, sum(piece.nbytes for piece in pieces))
 
-    def _need_slot(self, stream: _Stream) -> None:
+    def _need_slot(self, stream: Stream) -> None:
         while not stream.take_slot():
             self._peers.wait(lambda: stream.lane.pool.free > 0, stream.lane.pool.debtors, "word for a chunk")
 
-    def _count(self, stream: _Stream, payload: int) -> None:
+    def _count(self, stream: Stream, payload: int) -> None:
         stream.nbytes += payload
         slowest = min(s.nbytes for s in self._streams)
         if slowest > self._sent:
@@ -355,56 +353,6 @@ class Sending:
                 pass
             case _:
                 raise ProtocolError(f"{peer.name} sent {type(message).__name__.lower()}, which may not come now")
-
-
-class _Stream:
-    """The chunks of one update on one lane."""
-
-    def __init__(self, lane: Lane, update: int, *, known_plan: bool) -> None:
-        self.lane = lane
-        self.cutter = Cutter(lane.terms.chunk_bytes)
-        self.seq = 0
-        self.nbytes = 0
-        self.pieces: list[Piece] = []
-        self._update = update
-        self._known_plan = known_plan
-        self._specs: list[TensorSpec] = []
-        self._slot: int | None = None
-
-    @property
-    def slot(self) -> Tensor:
-        assert self._slot is not None
-        return self.lane.slots[self._slot]
-
-    def take_slot(self) -> bool:
-        """Acquire a slot unless one is at hand; False when none is free."""
-        if self._slot is None:
-            self._slot = self.lane.pool.acquire()
-        return self._slot is not None
-
-    def introduce(self, spec: TensorSpec) -> None:
-        """The next chunk to be sent tells the receiver of this tensor."""
-        self._specs.append(spec)
-
-    def packing(self) -> AbstractContextManager[object]:
-        assert self._slot is not None
-        return self.lane.packing(self._slot)
-
-    def emit(self, pieces: tuple[Piece, ...], *, last: bool) -> None:
-        """Send the slot at hand."""
-        assert self._slot is not None
-        slot, self._slot = self._slot, None
-        specs = tuple(self._specs)
-        self._specs.clear()
-        told = None if self._known_plan else pieces
-        self.lane.emit(slot, self._update, self.seq, used(pieces), last=last, pieces=told, specs=specs)
-        self.seq += 1
-
-    def abandon(self) -> None:
-        """Give the slot at hand back."""
-        if self._slot is not None:
-            self.lane.pool.abandon(self._slot)
-            self._slot = None
 
 
 def _any_free(pools: Sequence[SlotPool]) -> bool:
