@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transportkit import wire
 from transportkit.errors import CallbackError, UpdateError
 from transportkit.lifecycle import Watched
-from transportkit.manifest import nbytes, wire_nbytes
-from transportkit.packing import Writer, allocate, copy_bytes, typed_view
+from transportkit.manifest import nbytes
+from transportkit.packing import Writer, copy_bytes, typed_view
 from transportkit.session.peers import code_of
 from transportkit.session.targets import Binding, check_own, check_target, tensors_of
 
@@ -199,11 +199,10 @@ class Owned(Sink):
         last = pieces[-1].tensor
         while self._appended <= last:
             spec = self._specs[self._appended]
-            targets = []
-            if wire_nbytes(spec) is not None:
-                self._building[self._appended] = allocate(spec, self._device)
-                targets = [self._building[self._appended]]
-            self._writer.append(spec, targets)
+            if spec.same_as is None:
+                self._building[self._appended] = self._writer.append_owned(spec, self._device)
+            else:
+                self._writer.append(spec, ())
             self._appended += 1
         for index in self._writer.unpack(pieces, chunk.memory):
             tensor = self._ready[index] = self._building.pop(index)
