@@ -22,6 +22,9 @@ PLUGINS = sorted(str(path.parent.relative_to(ROOT)) for path in ROOT.glob("plugi
 
 KNOWN_GOOD = ("--constraint", str(ROOT / "constraints.txt"))
 
+# Most tests wait for processes rather than compute: two cores carry four workers. `-- -n0` goes back to one process.
+WORKERS = ("-n", "4")
+
 # The checkout's packages must not stand in for the installed ones, in the session or in a child of it.
 INSTALLED_ONLY = {"PYTHONSAFEPATH": "1"}
 
@@ -46,7 +49,7 @@ def tests(session: nox.Session) -> None:
     """All tests of the core and of its plugins, against what a user would install."""
     session.install(*KNOWN_GOOD, "--group=tests", ".[cli,testing]", *(f"./{plugin}" for plugin in PLUGINS))
     _not_the_checkout(session)
-    session.run("pytest", *session.posargs, env=INSTALLED_ONLY)
+    session.run("pytest", *WORKERS, *session.posargs, env=INSTALLED_ONLY)
 
 
 @nox.session(name="tests-wheels", default=False)
@@ -61,7 +64,7 @@ def tests_wheels(session: nox.Session) -> None:
         (elsewhere / name).parent.mkdir(parents=True, exist_ok=True)
         copy(ROOT / name, elsewhere / name)
     with session.chdir(elsewhere):
-        session.run("pytest", *session.posargs, env=INSTALLED_ONLY)
+        session.run("pytest", *WORKERS, *session.posargs, env=INSTALLED_ONLY)
 
 
 @nox.session(name="tests-minimum", default=False)
@@ -73,7 +76,7 @@ def tests_minimum(session: nox.Session) -> None:
     lowest = sorted({one.replace(">=", "==") for one in wanted})
     editable = [f"-e./{plugin}" for plugin in PLUGINS]
     session.install("-e.[cli,testing]", *editable, *lowest)
-    session.run("pytest", *session.posargs)
+    session.run("pytest", *WORKERS, *session.posargs)
 
 
 @nox.session(name="tests-torch", default=False)
@@ -85,7 +88,7 @@ def tests_torch(session: nox.Session, torch: str) -> None:
     told = session.run("python", "-c", "import torch; print(torch.__version__)", silent=True)
     if not str(told).startswith(f"{torch}."):
         session.error(f"asked for torch {torch}, got {told}")
-    session.run("pytest", *session.posargs)
+    session.run("pytest", *WORKERS, *session.posargs)
 
 
 @nox.session(name="tests-two-torches", default=False)
@@ -114,6 +117,13 @@ def gpu(session: nox.Session) -> None:
     if str(told).split()[-1:] != ["True"]:
         session.skip("torch sees no CUDA device: is it a CUDA build, and is the driver new enough?")
     session.run("pytest", "-m", "gpu", *session.posargs, env=INSTALLED_ONLY)
+
+
+@nox.session(default=False)
+def ray(session: nox.Session) -> None:
+    """The documentation's example of Ray actors, run for real."""
+    session.install(*KNOWN_GOOD, "--group=tests", "ray", ".[cli,testing]", *(f"./{plugin}" for plugin in PLUGINS))
+    session.run("pytest", "tests/ray", *session.posargs, env=INSTALLED_ONLY)
 
 
 @nox.session
@@ -173,6 +183,13 @@ def benchmarks(session: nox.Session) -> None:
     """The performance targets, each beside its baseline in the same run."""
     session.install(*KNOWN_GOOD, "--group=tests", ".[cli,testing]", *(f"./{plugin}" for plugin in PLUGINS))
     session.run("python", "tests/benchmarks", *session.posargs)
+
+
+@nox.session(default=False)
+def soak(session: nox.Session) -> None:
+    """Mailboxes whose producers are killed and started again: nothing lost, nothing corrupt, memory flat."""
+    session.install(*KNOWN_GOOD, "--group=tests", ".[cli,testing]", *(f"./{plugin}" for plugin in PLUGINS))
+    session.run("python", "tests/mailbox_soak.py", *session.posargs)
 
 
 def _empty(session: nox.Session, name: str) -> pathlib.Path:

@@ -167,11 +167,18 @@ def test_abort_ends_waiting_although_a_receiver_is_there(folder: Path) -> None:
     address = f"unix:{folder}/s"
     sender = tk.serve(address, receivers=2)
     with Child(refused, address) as receiver:
-        later(sender.abort)
+        threading.Thread(target=abort_when_somebody_is_there, args=(sender,)).start()
         error, _ = caught(sender.wait)
         assert isinstance(error, tk.ClosedError)
         sender.close()
         assert isinstance(receiver.result(), tk.PeerError)
+
+
+def abort_when_somebody_is_there(sender: tk.Sender) -> None:
+    end = time.monotonic() + 60
+    while not len(sender._peers) and time.monotonic() < end:
+        time.sleep(0.01)
+    sender.abort()
 
 
 def refused(talk: Talk, address: str) -> tk.TransportKitError:
