@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ForkedError,
         IntegrityError,
         LeaseError,
+        MessageError,
         NegotiationError,
         PeerClosedError,
         PeerError,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         UsageError,
         VersionError,
     )
+    from transportkit.mailbox import Inbox, InboxStats, Mail, Outbox, OutboxStats, OutOfBand, OutOfBandStats, Postmark
     from transportkit.session import (
         Incoming,
         Lease,
@@ -69,15 +71,24 @@ __all__ = [
     "DuplicateBackendError",
     "DuplicateNameError",
     "ForkedError",
+    "Inbox",
+    "InboxStats",
     "Incoming",
     "IntegrityError",
     "Lease",
     "LeaseError",
+    "Mail",
+    "MessageError",
     "NegotiationError",
+    "OutOfBand",
+    "OutOfBandStats",
+    "Outbox",
+    "OutboxStats",
     "PeerClosedError",
     "PeerError",
     "PeerFailedError",
     "PeerLostError",
+    "Postmark",
     "ProtocolError",
     "Receiver",
     "Report",
@@ -105,6 +116,9 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(["Incoming", "Lease", "Receiver", "Report", "Sender", "Source", "Update"], "session"),
     **dict.fromkeys(["connect", "inspect", "pair", "serve"], "session"),
+    **dict.fromkeys(
+        ["Inbox", "InboxStats", "Mail", "OutOfBand", "OutOfBandStats", "Outbox", "OutboxStats", "Postmark"], "mailbox"
+    ),
     **dict.fromkeys(["Agreement", "TensorSpec"], "wire"),
 }
 

@@ -6,8 +6,9 @@ The conversation between a sender (S) and one receiver (R)::
     GREETED     S proposal --> PROPOSED      S refusal --> ENDED      S inspected --> ENDED
     PROPOSED    R joined --> JOINED          R declined --> GREETED
     JOINED      S connect --> CONNECTING     S proposal --> PROPOSED  (another receiver of the lane declined)
-    CONNECTING  S chunk, R ack --> CONNECTING   R proof --> PROVEN    R declined --> GREETED
+    CONNECTING  S chunk, R ack, signal of either --> CONNECTING   R proof --> PROVEN    R declined --> GREETED
     PROVEN      S agreed --> AGREED          S proposal --> PROPOSED  (another receiver's trial failed)
+    AGREED      R stranded --> GREETED       S proposal --> PROPOSED  (the lane of a rerouted update, tried anew)
     any         waiting --> same state       S refusal, bye of either --> ENDED
 
 A sender that gives a trial up sends the next proposal at once, so answers to the old one may still arrive; likewise
@@ -21,6 +22,8 @@ import enum
 
 from transportkit.errors import ProtocolError
 from transportkit.wire import (
+    SIGNAL_LIMIT,
+    SIGNALS_LIMIT,
     Ack,
     Agreed,
     Bye,
@@ -35,6 +38,8 @@ from transportkit.wire import (
     Proposal,
     Refusal,
     Role,
+    Signal,
+    Stranded,
     Waiting,
 )
 
@@ -67,6 +72,8 @@ TRANSITIONS: dict[tuple[State, Role, type], State] = {
     (State.JOINED, "sender", Connect): State.CONNECTING,
     (State.JOINED, "sender", Proposal): State.PROPOSED,
     (State.JOINED, "receiver", Declined): State.GREETED,
+    (State.CONNECTING, "sender", Signal): State.CONNECTING,
+    (State.CONNECTING, "receiver", Signal): State.CONNECTING,
     (State.CONNECTING, "sender", Chunk): State.CONNECTING,
     (State.CONNECTING, "receiver", Ack): State.CONNECTING,
     (State.CONNECTING, "receiver", Proof): State.PROVEN,
@@ -74,6 +81,8 @@ TRANSITIONS: dict[tuple[State, Role, type], State] = {
     (State.CONNECTING, "sender", Proposal): State.PROPOSED,
     (State.PROVEN, "sender", Agreed): State.AGREED,
     (State.PROVEN, "sender", Proposal): State.PROPOSED,
+    (State.AGREED, "receiver", Stranded): State.GREETED,
+    (State.AGREED, "sender", Proposal): State.PROPOSED,
 }
 for _state in State:
     if _state not in (State.AGREED, State.ENDED):
@@ -95,6 +104,7 @@ class Conversation:
         self.peer: Role = "receiver" if me == "sender" else "sender"
         self.state = State.START
         self.attempt = 0
+        self._signals = 0  # of the peer, in this attempt
 
     def sent(self, message: Message) -> None:
         """This side sent it. Raises `ProtocolError` if it may not, which is a fault of ours."""
@@ -114,6 +124,8 @@ class Conversation:
         match message:
             case Connect():
                 return message.attempt < self.attempt + self._declined
+            case Signal():
+                return message.attempt < self.attempt + (self._declined and self.me == "receiver")
             case Chunk():
                 return message.update < 0 and -message.update < self.attempt + self._declined
             case Joined() | Declined() | Proof():
@@ -138,8 +150,18 @@ class Conversation:
             if message.attempt <= self.attempt:
                 raise ProtocolError(f"proposal {message.attempt} came after proposal {self.attempt}")
             self.attempt = message.attempt
-        elif isinstance(message, Joined | Declined | Connect | Proof) and message.attempt != self.attempt:
+            self._signals = 0
+        elif isinstance(message, Joined | Declined | Connect | Signal | Proof) and message.attempt != self.attempt:
             raise ProtocolError(f"an answer to proposal {message.attempt} came, but only {self.attempt} were made")
         elif isinstance(message, Hello) and message.role != role:
             raise ProtocolError(f"both ends are {message.role}s; connect a receiver (`connect`) to a sender (`serve`)")
+        elif isinstance(message, Signal):
+            self._bound(role, message)
         self.state = following
+
+    def _bound(self, role: Role, message: Signal) -> None:
+        if len(message.data) > SIGNAL_LIMIT:
+            raise ProtocolError(f"the {role} sent a signal of {len(message.data)} bytes, {SIGNAL_LIMIT} are allowed")
+        self._signals += role == self.peer
+        if role == self.peer and self._signals > SIGNALS_LIMIT:
+            raise ProtocolError(f"the {role} sent more than {SIGNALS_LIMIT} signals for one proposal")

@@ -22,6 +22,7 @@ The tree (indented names are subclasses)::
             UnsupportedTensorError its kind (sparse, quantised, ...) does not travel
             DuplicateNameError     its name came twice in one update
             TargetError            the target does not have it, or has another shape or dtype
+        MessageError               one message of a mailbox cannot be sent, or not be rebuilt; ``path`` says where in it
         DeadlineError              no progress within ``timeout``, or nothing began within ``wait``
         PeerError                  the other side ended this; ``peer`` names it
             PeerLostError          it died, or its link broke
@@ -148,6 +149,20 @@ class DuplicateNameError(TensorError):
 
 class TargetError(TensorError):
     """The target lacks the tensor, or has another shape or dtype."""
+
+
+class MessageError(TransportKitError, ValueError):
+    """One message cannot be sent through a mailbox, or not be rebuilt as what the inbox expects.
+
+    Attributes:
+        path: where in the message, ``"$.images[0]"``; empty where that is not known.
+        producer: the identity of the outbox that sent it; empty at the outbox itself.
+        number: its number in that outbox; 0 at the outbox itself.
+    """
+
+    path: str = ""
+    producer: str = ""
+    number: int = 0
 
 
 class DeadlineError(TransportKitError, TimeoutError):

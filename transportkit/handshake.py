@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transportkit.transport import Transport
 
 Strikes = Mapping[tuple[int, str], str]
-"""What was tried in vain: (receiver, backend) to the reason."""
+"""What was tried in vain: (receiver, backend) to what became of it, as the agreement shall tell."""
 
 
 @attrs.frozen
@@ -128,6 +128,7 @@ def negotiate(
     session: str,
     token: bytes,
     strikes: Strikes = {},  # noqa: B006 - never changed
+    first_lane: int = 0,
 ) -> Outcome | Refusal:
     """Choose a backend for every receiver and put the receivers on lanes.
 
@@ -138,6 +139,7 @@ def negotiate(
         session: the session's id.
         token: the session's secret for data sockets.
         strikes: pairs that were tried and failed.
+        first_lane: number of the first lane; the others follow.
 
     Returns:
         The outcome, or a refusal that explains every backend of every receiver that has none.
@@ -167,7 +169,10 @@ def negotiate(
         chosen[number] = lane, tuple(verdicts)
     if refused:
         return _refusal(sender, receivers, refused, session)
-    plans = [_plan(index, lane, sender, receivers, transports, session, token) for index, lane in enumerate(lanes)]
+    plans = [
+        _plan(number, lane, sender, receivers, transports, session, token)
+        for number, lane in enumerate(lanes, first_lane)
+    ]
     index_of = {number: index for index, lane in enumerate(lanes) for number in lane.receivers}
     assignments = []
     for number, (lane, outcome) in chosen.items():
@@ -177,7 +182,7 @@ def negotiate(
                 receiver=number,
                 peer=peer_text(receivers[number]),
                 backend=lane.backend,
-                lane=index_of[number],
+                lane=terms.lane,
                 chunk_bytes=terms.chunk_bytes,
                 slots=terms.slots,
                 digest=terms.digest,
@@ -226,7 +231,7 @@ def _candidates(
         names |= dict.fromkeys(hello.wishes.backends or ())
     for name in names:
         if (number, name) in strikes:
-            reasons[name] = f"trial failed: {strikes[number, name]}"
+            reasons[name] = strikes[number, name]
             continue
         transport = transports.get(name)
         shared = by_backend.get(name)

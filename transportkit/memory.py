@@ -8,20 +8,29 @@ releases the lock.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from transportkit.errors import TensorError, UsageError
+from transportkit.kinds import BCOMPLEX32
 from transportkit.manifest import dtype_of, nbytes
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from transportkit.wire import TensorSpec
 
 #: Bounce buffer for elements that lie across the alignment of a chunk, in bytes.
 BOUNCE_BYTES = 1 << 16
+
+#: The dtypes that the parts of complex tensors have, which alone can be conjugate or negated.
+_PARTS = frozenset(
+    {torch.float16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128}
+    | ({torch.bfloat16, BCOMPLEX32} if BCOMPLEX32 is not None else set())
+)
+
+_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 memmove = ctypes.memmove
 """``memmove(target address, source address, bytes)``."""
@@ -54,6 +63,8 @@ def allocate(spec: TensorSpec, device: torch.device | str = "cpu") -> Tensor:
     dtype = dtype_of(spec.dtype)
     half_complex = dtype.is_complex and dtype.itemsize == 4  # `torch.empty` warns that few operators know it
     try:
+        if not half_complex and not torch.is_inference_mode_enabled():
+            return torch.empty(spec.shape, dtype=dtype, device=device)
         with torch.inference_mode(False):  # whoever owns it may write to it outside that mode as well
             if half_complex:
                 return torch.empty(nbytes(spec), dtype=torch.uint8, device=device).view(dtype).view(spec.shape)
@@ -80,3 +91,21 @@ def copy_bytes(target: Tensor, target_offset: int, source: Tensor, source_offset
     else:
         with torch.inference_mode():
             target[target_offset : target_offset + count].copy_(source[source_offset : source_offset + count])
+
+
+def layout_prints(targets: list[Tensor]) -> tuple[list[Any], ...]:
+    """What changes when a tensor object stays but its memory or layout does not, as by ``p.data = ...``."""
+    dtypes = list(map(_DTYPE, targets))
+    contiguous = list(map(Tensor.is_contiguous, targets))
+    held = list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, targets)))
+    lazy = not _PARTS.isdisjoint(dtypes)
+    return (
+        dtypes,
+        list(map(Tensor.data_ptr, targets)),
+        list(map(_SHAPE, targets)),
+        contiguous,
+        held,
+        [] if all(contiguous) else [target.stride() for target in targets],
+        list(map(Tensor.is_neg, targets)) if lazy else [],
+        list(map(Tensor.is_conj, targets)) if any(dtype.is_complex for dtype in set(dtypes)) else [],
+    )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from transportkit.batching import Batch
 from transportkit.chunk import used
 from transportkit.errors import UsageError
 from transportkit.memory import BOUNCE_BYTES, allocate, copy_bytes, memmove, plain_address, typed_view
@@ -42,14 +43,26 @@ class Packer:
     def pack(self, pieces: Sequence[Piece], slot: Tensor) -> None:
         """Copy these pieces of the tensors to their offsets in a slot."""
         _check_room(pieces, slot)
-        base = slot.data_ptr() if slot.is_cpu else 0
+        if not slot.is_cpu:
+            self._pack_on_device(pieces, slot)
+            return
+        base = slot.data_ptr()
         addresses = self._addresses
         for piece in pieces:
             address = addresses[piece.tensor]
-            if address and base:
+            if address:
                 memmove(base + piece.offset, address + piece.start, piece.nbytes)
             elif piece.nbytes:
                 _pack_slowly(self._tensors[piece.tensor], piece, slot)
+
+    @torch.inference_mode()
+    def _pack_on_device(self, pieces: Sequence[Piece], slot: Tensor) -> None:
+        batch = Batch(slot)
+        for piece in pieces:
+            tensor = self._tensors[piece.tensor]
+            if not batch.add(tensor, piece.start, piece.nbytes, piece.offset) and piece.nbytes:
+                _pack_slowly(tensor, piece, slot)
+        batch.pack()
 
 
 def pack_piece(tensor: Tensor, piece: Piece, slot: Tensor) -> None:
@@ -61,6 +74,9 @@ def pack_piece(tensor: Tensor, piece: Piece, slot: Tensor) -> None:
             memmove(slot.data_ptr() + piece.offset, address + piece.start, piece.nbytes)
         else:
             _pack_slowly(tensor, piece, slot)
+            if tensor.is_cuda and slot.is_cuda:
+                # Its owner may let go of it at once; its memory is not used again before this stream has read it.
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _check_room(pieces: Sequence[Piece], slot: Tensor) -> None:

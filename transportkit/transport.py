@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, ClassVar
 import attrs
 
 from transportkit.deadline import Deadline
-from transportkit.errors import DeadlineError
+from transportkit.errors import BackendError, DeadlineError, ProtocolError
 from transportkit.wire import EMPTY, Chunk, Location, Offer, Site, Terms, Unavailable
 
 if TYPE_CHECKING:
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
     from msgspec import Raw
     from torch import Tensor
-
-    from transportkit.errors import BackendError
 
 __all__ = [
     "API_VERSION",
@@ -127,6 +125,8 @@ class Wiring(abc.ABC):
     """What `Transport.inherit` returned in the parent, where the ends came from `pair`."""
     address: str
     """The path of the link's unix socket; empty where there is none."""
+    allow_plaintext: bool = False
+    """Whether this side's user allows bytes to cross a network unencrypted."""
 
     @abc.abstractmethod
     def check(self) -> None:
@@ -157,6 +157,21 @@ class Wiring(abc.ABC):
         except DeadlineError:
             pass
         return error
+
+    def local_host(self, receiver: int) -> str:
+        """The numeric address of this end of the link to that receiver (at an importer: of its own link).
+
+        Empty for a link that is no TCP connection.
+        """
+        return ""
+
+    def signal(self, receiver: int, data: Raw, deadline: Deadline) -> None:
+        """Say a word to the other end: the exporter to the importer of ``receiver``, an importer to the exporter.
+
+        Only while `Exporter.connect` or `Importer.connect` runs. It arrives in order, as `Exporter.hear` or
+        `Importer.hear` at the other end, whose `connect` may not have begun. At most 128 KiB, 4096 in one direction.
+        """
+        raise BackendError("this wiring carries no signals")
 
     @abc.abstractmethod
     def send_payload(self, receiver: int, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:
@@ -189,11 +204,23 @@ class Exporter(abc.ABC):
     def admit(self, receiver: int, reply: Raw) -> None:
         """Take the answer of ``receiver`` to its invitation; does not block."""
 
+    def hear(self, receiver: int, data: Raw) -> None:
+        """A word of the importer of ``receiver``, see `Wiring.signal`; does not block, and sends nothing itself.
+
+        Called within the calls of `Wiring` that wait or look, and between the calls of the exporter; also before
+        `connect`, but never before that receiver is admitted.
+        """
+        raise ProtocolError(f"{type(self).__name__} expects no signals")
+
     def connect(self, deadline: Deadline) -> None:
         """Meet the importers; may block. All invitations are out and all replies are in."""
 
     def locate(self, slot: int, receiver: int) -> Location:
-        """Where the bytes of a slot are, for that receiver's header; cheap, called per chunk and receiver."""
+        """Where the bytes of a slot are, for that receiver's header; cheap, called per chunk and receiver.
+
+        A slot may be given other memory: an export with a new id then ``supersedes`` the old one, which `reclaim` gives
+        back when that importer has unmapped it. An id is never used again.
+        """
         return Location()
 
     def packing(self, slot: int) -> AbstractContextManager[object]:
@@ -210,7 +237,21 @@ class Exporter(abc.ABC):
         """
 
     def drop(self, receiver: int) -> None:
-        """The receiver is gone; forget it. Does not block."""
+        """The receiver is gone; forget it. Does not block.
+
+        A backend that cannot go on without one raises `BackendError` in `ready` from then on.
+        """
+
+    def reclaim(self, receiver: int, export: int, opened: bool) -> None:
+        """This export is over for this receiver: what was counted or kept for it may be given back. Does not block.
+
+        Called exactly once for each export that `locate` named to a receiver: when its importer has detached it, because
+        another one superseded it; after `drop`; or before `close`. In the last two cases the importer's process may
+        have it mapped still.
+
+        Args:
+            opened: whether that importer is known to have opened it; if not, it may never have heard of it.
+        """
 
     def abort(self) -> None:
         """Make a running or later call of this exporter fail soon. From any thread, never blocks."""
@@ -225,6 +266,13 @@ class Importer(abc.ABC):
     def join(self, invitation: Raw) -> Raw:
         """Take the invitation, return the reply; does not block."""
         return EMPTY
+
+    def hear(self, data: Raw) -> None:
+        """A word of the exporter, see `Wiring.signal`; does not block, and sends nothing itself.
+
+        Called within the calls of `Wiring` that wait or look, and between the calls of the importer.
+        """
+        raise ProtocolError(f"{type(self).__name__} expects no signals")
 
     def connect(self, deadline: Deadline) -> None:
         """Meet the exporter; may block."""
@@ -244,8 +292,12 @@ class Importer(abc.ABC):
         """
         if attached is None:
             raise NotImplementedError(f"{type(self).__name__} locates no export, so it must implement open()")
-        start = header.location.offset
-        return attached[start : start + header.nbytes]
+        start, nbytes = header.location.offset, header.nbytes
+        if not 0 <= start <= attached.numel() - nbytes or nbytes < 0:
+            raise ProtocolError(
+                f"the header points at {nbytes} bytes from {start} on, the export has {attached.numel()} bytes"
+            )
+        return attached[start : start + nbytes]
 
     def reading(self, header: Chunk) -> AbstractContextManager[object]:
         """Around the core's copies out of the chunk; at its exit the reads are done on the host."""
@@ -289,7 +341,11 @@ class Transport(abc.ABC):
 
     @classmethod
     def inherit(cls, ctx: object) -> object | None:
-        """What `pair` must hand to a child process before it starts; picklable while a process is being started."""
+        """What `pair` must hand to a child process before it starts; picklable while a process is being started.
+
+        Both processes have a copy, and either may be the sender. If it has a method ``close(role)``, the core calls
+        that with ``"sender"`` or ``"receiver"`` for the end that a process will not use any more; it is idempotent.
+        """
         return None
 
     @classmethod

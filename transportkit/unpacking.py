@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 from itertools import chain, islice
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from transportkit.batching import Batch
 from transportkit.chunk import used
 from transportkit.errors import ProtocolError, TargetError
-from transportkit.kinds import BCOMPLEX32, PLAIN_TYPES, dtype_of, uncollected, unsupported
+from transportkit.kinds import PLAIN_TYPES, dtype_of, uncollected, unsupported
 from transportkit.manifest import wire_nbytes
-from transportkit.memory import BOUNCE_BYTES, allocate, memmove, plain_address
+from transportkit.memory import BOUNCE_BYTES, allocate, layout_prints, memmove, plain_address
 from transportkit.strided import flat_bytes, overlaps_itself, write
 
 if TYPE_CHECKING:
@@ -23,13 +24,7 @@ if TYPE_CHECKING:
 
     from transportkit.wire import Piece, TensorSpec
 
-_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
-
-#: The dtypes that the parts of complex tensors have, which alone can be conjugate or negated.
-_PARTS = frozenset(
-    {torch.float16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128}
-    | ({torch.bfloat16, BCOMPLEX32} if BCOMPLEX32 is not None else set())
-)
+_SHAPE = attrgetter("shape")
 
 
 @functools.cache
@@ -113,7 +108,7 @@ class Writer:
         for spec, its_targets in zip(specs, targets, strict=True):
             self.append(spec, its_targets)
         self._lengths = list(map(len, targets))
-        self._prints = _target_prints(list(chain.from_iterable(targets)))
+        self._prints = layout_prints(list(chain.from_iterable(targets)))
         self._simple: bool | None = None
         """Whether `resume` can serve: all targets are plain, and were given to the constructor; known on release."""
         self._storages: list[torch.UntypedStorage] = []
@@ -226,7 +221,7 @@ class Writer:
         if not self._simple or self._lengths is None:
             return False
         try:
-            if not PLAIN_TYPES.issuperset(map(type, flat)) or _target_prints(flat) != self._prints:
+            if not PLAIN_TYPES.issuperset(map(type, flat)) or layout_prints(flat) != self._prints:
                 return False
         except (RuntimeError, NotImplementedError):  # one has no memory any more
             return False
@@ -282,6 +277,8 @@ class Writer:
             if base:
                 return self._unpack_resumed(pieces, base)
             self._spread()
+        if not base:
+            return self._unpack_on_device(pieces, chunk)
         sizes, addresses, others, versioned = self._sizes, self._addresses, self._others, self._versioned
         complete: list[int] = []
         written: list[Tensor] = []
@@ -289,17 +286,37 @@ class Writer:
             for piece in pieces:
                 tensor, start, count = piece.tensor, piece.start, piece.nbytes
                 written += versioned[tensor]
-                if base:
-                    for address in addresses[tensor]:
-                        memmove(address + start, base + piece.offset, count)
-                    if others[tensor]:
-                        self._write(piece, chunk, others[tensor])
-                else:
-                    self._write(piece, chunk, self._plain[tensor] + others[tensor])
+                for address in addresses[tensor]:
+                    memmove(address + start, base + piece.offset, count)
+                if others[tensor]:
+                    self._write(piece, chunk, others[tensor])
                 if start + count == sizes[tensor]:
                     complete.append(tensor)
         finally:
             if written:  # autograd must refuse a backward that saved what was there before
+                increment_version(written)
+        return complete
+
+    def _unpack_on_device(self, pieces: Sequence[Piece], chunk: Tensor) -> list[int]:
+        """`unpack` for a chunk that is not in host memory: what is small and lies beside it is written together."""
+        batch = Batch(chunk)
+        complete: list[int] = []
+        written: list[Tensor] = []
+        try:
+            with torch.inference_mode():
+                for piece in pieces:
+                    tensor, start, count = piece.tensor, piece.start, piece.nbytes
+                    written += self._versioned[tensor]
+                    dtype = dtype_of(self._specs[tensor].dtype)
+                    targets = self._plain[tensor] + self._others[tensor] if count else ()
+                    alone = [t for t in targets if t.dtype != dtype or not batch.add(t, start, count, piece.offset)]
+                    if alone:
+                        self._write(piece, chunk, tuple(alone))
+                    if start + count == self._sizes[tensor]:
+                        complete.append(tensor)
+                batch.unpack()
+        finally:
+            if written:
                 increment_version(written)
         return complete
 
@@ -365,21 +382,3 @@ class Writer:
 def _write_to(targets: list[Tensor], first: int, flat: Tensor) -> None:
     for target in targets:
         write(target, first, first + flat.numel(), flat)
-
-
-def _target_prints(targets: list[Tensor]) -> tuple[list[Any], ...]:
-    """What changes when a tensor object stays but its memory or layout does not, as by ``p.data = ...``."""
-    dtypes = list(map(_DTYPE, targets))
-    contiguous = list(map(Tensor.is_contiguous, targets))
-    held = list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, targets)))
-    lazy = not _PARTS.isdisjoint(dtypes)
-    return (
-        dtypes,
-        list(map(Tensor.data_ptr, targets)),
-        list(map(_SHAPE, targets)),
-        contiguous,
-        held,
-        [] if all(contiguous) else [target.stride() for target in targets],
-        list(map(Tensor.is_neg, targets)) if lazy else [],
-        list(map(Tensor.is_conj, targets)) if any(dtype.is_complex for dtype in set(dtypes)) else [],
-    )

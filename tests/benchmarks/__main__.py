@@ -13,8 +13,10 @@ import sys
 from typing import TYPE_CHECKING
 
 import torch
+from collectives import Broadcasts
+from mailboxes import rows as mailbox_rows
 from receivers import Session, grow, handshake
-from workloads import MIB, copy_seconds, large, nbytes, pipe_seconds, queue_seconds, small, socket_seconds
+from workloads import MIB, copy_seconds, large, nbytes, pipe_seconds, queue_seconds, random, small, socket_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -97,6 +99,42 @@ def pickle_rows() -> Iterator[str]:
         yield from rate(session, total, baseline, f"pickle, 81 tensors / 1.1 GB, no checksum; {what}", target)
 
 
+def lanes_row() -> Iterator[str]:
+    source = large()
+    one = Session(source, "load", 1, backends=["shm"])
+    three = Session(source, "load", 3, backends=["shm"])
+    pairs = [(one.work(), three.work()) for _ in range(UPDATES + 2)][2:]
+    one.close()
+    three.close()
+    ratio = statistics.median(more / less for less, more in pairs)
+    alone, shared = (statistics.median(each) for each in zip(*pairs, strict=True))
+    yield (
+        "| shm, 81 tensors / 1.1 GB bf16, 3 receivers, processor time of the sender; serving 1 | < 1.3 times | "
+        f"{ratio:.2f} times | {shared:.2f} s | {alone:.2f} s |"
+    )
+
+
+def gloo_rows() -> Iterator[str]:
+    many = {f"experts.{i}.weight": random((24, 1024)) for i in range(20_000)}
+    few = large()
+    for source, sizes, checksum, what, target in (
+        (many, [t.nbytes for t in many.values()], None, "20 000 tensors of 48 KiB; one broadcast per tensor", 5.0),
+        (few, [nbytes(few)], False, "81 tensors / 1.1 GB, no checksum; one broadcast of the packed bytes", 0.8),
+    ):
+        baseline = Broadcasts(sizes)
+        session = Session(source, "load", backends=["gloo"], checksum=checksum)
+        baseline.seconds()
+        session.send()
+        session.send()
+        pairs = [(baseline.seconds(), session.send()) for _ in range(5)]
+        session.close()
+        baseline.close()
+        total = nbytes(source)
+        mine, other = statistics.median(ours for _, ours in pairs), statistics.median(theirs for theirs, _ in pairs)
+        ratio = statistics.median(theirs / ours for theirs, ours in pairs)
+        yield f"| gloo, {what} | >= {target:g} | {ratio:.2f} | {speed(total, mine)} | {speed(total, other)} |"
+
+
 def memory_row() -> Iterator[str]:
     for backend in ("shm", "pickle"):
         for strided in (False, True):
@@ -122,8 +160,11 @@ ROWS = {
     "small": small_row,
     "queue": queue_row,
     "pickle": pickle_rows,
+    "lanes": lanes_row,
+    "gloo": gloo_rows,
     "memory": memory_row,
     "handshake": handshake_row,
+    "mailbox": mailbox_rows,
 }
 
 if __name__ == "__main__":

@@ -61,25 +61,36 @@ def read_in_place(receiver: tk.Receiver) -> None:
 
 
 class Session:
-    """A sender here and a receiver in a spawned process."""
+    """A sender here and receivers in spawned processes."""
 
-    def __init__(self, source: dict[str, Tensor], how: str, **options: Any) -> None:
+    def __init__(self, source: dict[str, Tensor], how: str, receivers: int = 1, **options: Any) -> None:
         ctx = multiprocessing.get_context("spawn")
         self.source = source
         self._folder = tempfile.TemporaryDirectory()
-        self._pipe, theirs = ctx.Pipe()
-        self.sender = tk.serve(f"unix:{self._folder.name}/link", **options)
+        self.sender = tk.serve(f"unix:{self._folder.name}/link", receivers=receivers, **options)
         shapes = {name: tuple(tensor.shape) for name, tensor in source.items()}
-        self._child = ctx.Process(target=receive, args=(self.sender.address, how, shapes, options, theirs))
-        self._child.start()
+        self._pipes, self._children = [], []
+        for _ in range(receivers):
+            ours, theirs = ctx.Pipe()
+            child = ctx.Process(target=receive, args=(self.sender.address, how, shapes, options, theirs))
+            child.start()
+            self._pipes.append(ours)
+            self._children.append(child)
         self.sender.wait()
-        self._pipe.recv()
+        for pipe in self._pipes:
+            pipe.recv()
 
     def send(self) -> float:
         """One update, in seconds: the whole call, while the receiver asks for it in a loop."""
         start = time.perf_counter()
         self.sender.send(self.source)
         return time.perf_counter() - start
+
+    def work(self) -> float:
+        """Processor time of this process for one update, in seconds."""
+        start = time.process_time()
+        self.sender.send(self.source)
+        return time.process_time() - start
 
     def send_fresh(self) -> float:
         """The same with tensors that are made during the call, each on its own."""
@@ -88,12 +99,13 @@ class Session:
         return time.perf_counter() - start
 
     def close(self) -> int:
-        """End both; returns the growth of the receiver's peak memory, in bytes."""
+        """End all; returns the largest growth of a receiver's peak memory, in bytes."""
         self.sender.close()
-        grown: int = self._pipe.recv()
-        self._child.join()
+        grown = [int(pipe.recv()) for pipe in self._pipes]
+        for child in self._children:
+            child.join()
         self._folder.cleanup()
-        return grown
+        return max(grown)
 
 
 def grow(backend: str, *, strided: bool) -> tuple[int, int]:

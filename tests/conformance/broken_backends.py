@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
-import tempfile
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from transportkit.backends.pickle import PickleTransport
-from transportkit.cli.plugin_template.backend import SketchExporter, SketchTransport
 from transportkit.errors import BackendError, ProtocolError
 from transportkit.lifecycle import host_slots
 from transportkit.testing import altered, faulty, in_update
@@ -195,7 +192,7 @@ class _Deaf(LocalImporter):
     """Waits without looking at its deadline or its links, and cannot be aborted."""
 
     def connect(self, deadline) -> None:
-        time.sleep(4)
+        time.sleep(2.5)
 
 
 Deaf = broken(importer=_Deaf)
@@ -209,6 +206,16 @@ class _BlocksInAbort(LocalExporter):
 BlocksInAbort = broken(_BlocksInAbort)
 
 
+class _ReadsElsewhere(LocalImporter):
+    """Believes what a header says of the place of its bytes."""
+
+    def open(self, header, attached, deadline):
+        return attached.as_strided((header.nbytes,), (1,), header.location.offset % max(1, attached.numel() // 2))
+
+
+ReadsElsewhere = broken(importer=_ReadsElsewhere)
+
+
 def _native(call, *_):
     try:
         return call()
@@ -219,6 +226,13 @@ def _native(call, *_):
 NativeError = altered(LocalTransport, at="open", change=_native, name="broken")
 
 
+def _hear_anything(call, *args):
+    return args[-1][1000]
+
+
+BelievesSignals = altered(LocalTransport, at="exporter.hear", change=_hear_anything, name="broken")
+
+
 class _CloseTwice(LocalExporter):
     def close(self) -> None:
         for number in self._ids:
@@ -226,6 +240,26 @@ class _CloseTwice(LocalExporter):
 
 
 CloseTwice = broken(_CloseTwice)
+
+
+# -- updates that fail, and bytes that come late ----------------------------------------------------------------------
+
+
+class _CountsOn(LocalImporter):
+    """Expects chunk after chunk, and knows no update that ends early."""
+
+    due = 0
+
+    def open(self, header, attached, deadline):
+        if header.update > 0:
+            if header.seq != self.due:
+                raise ProtocolError(f"chunk {header.seq} came where chunk {self.due} was due")
+            self.due = 0 if header.last else header.seq + 1
+        return super().open(header, attached, deadline)
+
+
+CountsOn = broken(importer=_CountsOn)
+
 
 # -- what it says of itself -------------------------------------------------------------------------------------------
 
@@ -241,7 +275,7 @@ LeavesAfterProbe = altered(LocalTransport, at="probe", change=_leave_a_descripto
 
 
 def _slow(call, site):
-    time.sleep(0.5)
+    time.sleep(0.25)
     return call()
 
 
@@ -282,26 +316,3 @@ class _Overlapping(LocalExporter):
 
 
 Overlapping = broken(_Overlapping)
-
-
-# -- after a kill -----------------------------------------------------------------------------------------------------
-
-
-class _NamedFile(SketchExporter):
-    """Puts something where it has a name, and removes it in order only."""
-
-    def __init__(self, terms, wiring) -> None:
-        super().__init__(terms, wiring)
-        self._folder = tempfile.mkdtemp()
-
-    def close(self) -> None:
-        super().close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-class LeavesAFile(SketchTransport):
-    name: ClassVar[str] = "broken"
-
-    @classmethod
-    def exporter(cls, terms, wiring):
-        return _NamedFile(terms, wiring)

@@ -113,7 +113,7 @@ def test_a_side_with_hardly_any_descriptor_left(folder: Path, side: str, room: i
 
 def poor_sender(talk: Talk, limit: str, address: str, keywords: dict[str, Any]) -> str:
     impoverish(limit)
-    with tk.serve(address, **keywords) as sender:
+    with tk.serve(address, **keywords, backends=("shm", "pickle")) as sender:
         text = str(sender.agreement)
         sender.send(model(), version=1)
         return text

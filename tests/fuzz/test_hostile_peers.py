@@ -28,7 +28,9 @@ from hypothesis import strategies as st
 
 import transportkit as tk
 from transportkit import wire
+from transportkit.backends.pickle import PickleTransport
 from transportkit.chunk import digest
+from transportkit.handshake import Outcome, negotiate
 from transportkit.manifest import manifest_id
 
 if TYPE_CHECKING:
@@ -59,6 +61,13 @@ def check(meeting: Meeting, *, limit: float = 1.0) -> None:
     assert not isinstance(meeting.hostile.error, AssertionError)
 
 
+def proposal(attempt: int) -> wire.Proposal:
+    hellos = greeting("sender"), {0: greeting("receiver")}
+    outcome = negotiate(*hellos, {"pickle": PickleTransport}, session="5e55", token=bytes(32))
+    assert isinstance(outcome, Outcome)
+    return wire.Proposal(attempt, outcome.lanes[0].importers[0], outcome.agreement)
+
+
 # -- the wrong message, at every step ---------------------------------------------------------------------------------
 
 ZOO: dict[str, Callable[[], Any]] = {
@@ -72,6 +81,11 @@ ZOO: dict[str, Callable[[], Any]] = {
     "declined": lambda: wire.Declined(1, 0, "pickle", "said the peer"),
     "declined another backend": lambda: wire.Declined(1, 5, "nothing", ""),
     "connect": lambda: wire.Connect(1, 0),
+    "signal": lambda: wire.Signal(1, 0, wire.raw("x")),
+    "signal of the past": lambda: wire.Signal(0, 0, wire.raw("x")),
+    "signal of the future": lambda: wire.Signal(7, 0, wire.raw("x")),
+    "signal of another": lambda: wire.Signal(1, 5, wire.raw("x")),
+    "signal that is too long": lambda: wire.Signal(1, 0, wire.raw("x" * wire.SIGNAL_LIMIT)),
     "proof": lambda: wire.Proof(1, 0, b"x" * 16),
     "proof of nothing": lambda: wire.Proof(1, 0, b""),
     "agreed": lambda: wire.Agreed(wire.Agreement("s", "me", ())),
@@ -99,6 +113,16 @@ ZOO: dict[str, Callable[[], Any]] = {
     "failed of the future": lambda: wire.Failed(9, 0, "Nonsense", "said the peer"),
     "aborted": lambda: wire.Aborted(1, "Nonsense", "said the peer"),
     "aborted and withdrawn": lambda: wire.Aborted(1, "Nonsense", "said the peer", True),
+    "reroute": lambda: wire.Reroute(1),
+    "reroute of the past": lambda: wire.Reroute(0),
+    "reroute of the future": lambda: wire.Reroute(9),
+    "stranded": lambda: wire.Stranded(1, 0, 0, "said the peer"),
+    "stranded before the first": lambda: wire.Stranded(1, 0, -5, "said the peer"),
+    "stranded beyond the last": lambda: wire.Stranded(1, 0, 2**62),
+    "stranded in the past": lambda: wire.Stranded(0, 0, 0, "said the peer"),
+    "stranded as another": lambda: wire.Stranded(1, 7, 0, "said the peer"),
+    "another proposal": lambda: proposal(2),
+    "the same proposal": lambda: proposal(1),
     "waiting": wire.Waiting,
     "bye": wire.Bye,
     "bye with a reason": lambda: wire.Bye("Nonsense", "said the peer"),

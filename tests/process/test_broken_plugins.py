@@ -148,12 +148,12 @@ def test_without_check_nothing_is_imported(place: Place) -> None:
 
 
 def test_the_good_ones_work_in_a_session_and_the_broken_are_told_of(place: Place, listed: list[dict[str, Any]]) -> None:
-    done = place.run(str(TESTS / "installed_transfer.py"), "sketch", TRANSPORTKIT_DISABLE="shm")
+    done = place.run(str(TESTS / "installed_transfer.py"), "sketch", TRANSPORTKIT_DISABLE="shm,gloo")
     assert done.returncode == 0, done.stderr
     assert "moved over sketch" in done.stdout
     assert "slow: not taken: costs more than sketch here" in done.stdout
     for row in listed:
-        if not row["usable"]:
+        if row["version"] == "2.5" and not row["usable"]:
             assert f"  {row['name']}: not taken: unavailable at " in done.stdout
             assert row["reason"] in done.stdout
             warned = [line for line in done.stderr.splitlines() if f"backend {row['name']} (" in line]
@@ -178,7 +178,7 @@ print(json.dumps(told))
 def test_a_broken_one_asked_for_by_name_is_refused_in_the_same_words(
     place: Place, listed: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    broken = {row["name"]: row for row in listed if not row["usable"]}
+    broken = {row["name"]: row for row in listed if row["version"] == "2.5" and not row["usable"]}
     done = place.run("-c", ASK, *broken, "damaged")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])  # one of them prints

@@ -227,7 +227,8 @@ def test_backends_lists_what_is_installed(capsys: pytest.CaptureFixture[str]) ->
         "target": "transportkit.backends.pickle:PickleTransport",
     }
     assert main(["backends"]) == 0
-    assert f"pickle   transportkit      {__version__}".split() == capsys.readouterr().out.splitlines()[1].split()[:3]
+    lines = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    assert ["pickle", "transportkit", __version__] in lines
 
 
 def test_backends_check_says_why_not(
@@ -257,7 +258,7 @@ def test_backends_imports_nothing_heavy() -> None:
 
 
 def test_a_broken_pipe_is_quiet() -> None:
-    command = [sys.executable, "-m", "transportkit.cli", "backends"]
+    command = [sys.executable, "-m", "transportkit", "backends"]
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=20, check=False)

@@ -116,9 +116,8 @@ def _play(pipe: Connection, role: str, before: str, code: str, after: str, title
                 tensor.zero_()
     names: dict[str, Any] = {"__name__": "__main__", "model": model, "original": original, "same": _same}
     try:
-        exec(before, names)
-        exec(compile(code, title, "exec"), names)
-        exec(after, names)
+        for part in (before, code, after):  # not under the future statements of this module
+            exec(compile(part, title, "exec", dont_inherit=True), names)
     except BaseException:
         pipe.send(traceback.format_exc())
     else:
@@ -208,7 +207,7 @@ def test_scripts_run(example: Example, finished: dict[str, tuple[int, str]]) -> 
 
 
 def test_the_readme_moves_a_model() -> None:
-    blocks = [example.code for example in _examples(ROOT / "README.md")]
+    blocks = [example.code for example in _examples(ROOT / "README.md") if "box(" not in example.code]
     senders = [code for code in blocks if "serve(" in code]
     receivers = [code for code in blocks if "serve(" not in code]
     assert senders, "the README has no example of a sender"
@@ -220,6 +219,16 @@ def test_the_readme_moves_a_model() -> None:
             ("receiver", "", receiver, "assert same(model, original), 'another model arrived'"),
         ]
         _run(parts, "README.md")
+
+
+def test_the_readme_sends_a_message() -> None:
+    inbox, outbox = (example.code for example in _examples(ROOT / "README.md") if "box(" in example.code)
+    before = "import msgspec, torch; import transportkit as tk; tensor = torch.ones(50_000)\n"
+    before += 'Request = msgspec.defstruct("Request", [("id", str), ("pixels", torch.Tensor)])'
+    with tempfile.TemporaryDirectory(prefix="tk-") as folder:
+        inbox, outbox = _placed(inbox, folder, 0), _placed(outbox, folder, 0)
+        after = "assert request.id == '42' and request.pixels.sum() == 50_000"
+        _run([("receiver", before, inbox, after), ("sender", before, outbox, "")], "README.md, mailbox")
 
 
 # -- what the pages must name ----------------------------------------------------------------------------------------
@@ -286,7 +295,8 @@ def test_the_wire_format_names_the_limits() -> None:
     from transportkit.kinds import MAX_DIMENSIONS
 
     text = (DOCS / "wire-format.md").read_text(encoding="utf-8")
-    limits = (wire.HANDSHAKE_FRAME_LIMIT, wire.CONTROL_FRAME_LIMIT, MAX_PIECES, ALIGNMENT, MAX_DIMENSIONS, STREAM_LIMIT)
+    limits = [wire.HANDSHAKE_FRAME_LIMIT, wire.CONTROL_FRAME_LIMIT, wire.SIGNAL_LIMIT]
+    limits += [MAX_PIECES, ALIGNMENT, MAX_DIMENSIONS, STREAM_LIMIT]
     assert [limit for limit in limits if not re.search(rf"\b{limit}\b", text)] == []
 
 

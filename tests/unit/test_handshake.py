@@ -104,7 +104,7 @@ def test_no_common_backend_is_a_refusal_that_explains_each() -> None:
 
 def test_a_strike_leads_to_the_next_backend_and_stands_in_the_agreement() -> None:
     sides = hello("sender", "pickle", "shm"), hello("receiver", "pickle", "shm")
-    outcome = agree(*sides, strikes={(0, "shm"): "no descriptor came"})
+    outcome = agree(*sides, strikes={(0, "shm"): "trial failed: no descriptor came"})
     assert outcome.agreement.backend() == "pickle"
     assert reason(outcome, "shm") == "not taken: trial failed: no descriptor came"
 
@@ -252,6 +252,7 @@ MESSAGES: dict[type, wire.Message] = {
     wire.Joined: wire.Joined(1, 0),
     wire.Declined: wire.Declined(1, 0, "shm", "x"),
     wire.Connect: wire.Connect(1, 0),
+    wire.Signal: wire.Signal(1, 0),
     wire.Chunk: wire.Chunk(-1, 0, 0, True, 1, 0, wire.Location()),
     wire.Ack: wire.Ack(-1, 0, 0),
     wire.Proof: wire.Proof(1, 0, b""),
@@ -271,6 +272,8 @@ GOOD = [
             ("sender", wire.Proposal),
             ("receiver", wire.Joined),
             ("sender", wire.Connect),
+            ("sender", wire.Signal),
+            ("receiver", wire.Signal),
             ("sender", wire.Chunk),
             ("receiver", wire.Ack),
             ("receiver", wire.Proof),
@@ -304,7 +307,8 @@ def test_what_the_table_does_not_hold_is_refused_in_every_state(length: int, kin
     state = conversation.state
     message = MESSAGES[kind]
     again = isinstance(message, wire.Proposal) and conversation.attempt >= 1
-    unasked = isinstance(message, wire.Joined | wire.Declined | wire.Connect | wire.Proof) and conversation.attempt < 1
+    answers = wire.Joined | wire.Declined | wire.Connect | wire.Signal | wire.Proof
+    unasked = isinstance(message, answers) and conversation.attempt < 1
     if (state, role, kind) in TRANSITIONS and not again and not unasked:
         assert conversation.received(message)
         assert conversation.state is TRANSITIONS[state, role, kind]
@@ -322,6 +326,35 @@ def test_answers_to_an_earlier_proposal_are_dropped() -> None:
         assert not conversation.received(stale)
     assert conversation.received(wire.Joined(2, 0))
     assert conversation.state is State.JOINED
+
+
+@pytest.mark.parametrize("me", ["sender", "receiver"])
+def test_late_signals_are_dropped(me: wire.Role) -> None:
+    conversation = Conversation(me)
+    play(conversation, GOOD[:5])
+    if me == "receiver":  # the sender has not heard yet that its proposal was declined
+        conversation.sent(wire.Declined(1, 0, "shm", "x"))
+    else:
+        conversation.sent(wire.Proposal(2, TERMS, AGREED.agreement))
+    assert not conversation.received(wire.Signal(1, 0))
+    with pytest.raises(ProtocolError):
+        conversation.received(wire.Signal(2, 0))
+    with pytest.raises(ProtocolError):
+        conversation.sent(wire.Signal(1, 0))
+
+
+@pytest.mark.parametrize("me", ["sender", "receiver"])
+def test_signals_are_bounded_in_size_and_number(me: wire.Role) -> None:
+    conversation = Conversation(me)
+    play(conversation, GOOD[:5])
+    with pytest.raises(ProtocolError, match="are allowed"):
+        conversation.received(wire.Signal(1, 0, wire.raw(b"x" * wire.SIGNAL_LIMIT)))
+    for _ in range(wire.SIGNALS_LIMIT):
+        assert conversation.received(wire.Signal(1, 0))
+        conversation.sent(wire.Signal(1, 0))
+    with pytest.raises(ProtocolError, match="more than 4096 signals"):
+        conversation.received(wire.Signal(1, 0))
+    conversation.sent(wire.Signal(1, 0))
 
 
 @pytest.mark.parametrize("role", ["sender", "receiver"])

@@ -27,7 +27,8 @@ LAYER = {
     "transport": 2,
     "backends": 4,
     "session": 5,
-    **dict.fromkeys(["cli", "testing"], 6),
+    "mailbox": 6,
+    **dict.fromkeys(["cli", "testing", "__main__"], 7),
 }
 
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -6,7 +6,7 @@ import ast
 import os
 import sys
 import tomllib
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +18,6 @@ pytest.importorskip("rich", reason="the command line needs rich")
 
 from transportkit.cli import new_backend
 from transportkit.cli.commands import transportkit
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -94,6 +91,14 @@ def test_names_that_cannot_be_one(name: str, tmp_path: Path, capsys: pytest.Capt
     assert REFUSED[name] in error
     assert error.count("\n") == 1
     assert os.listdir(tmp_path) == []
+
+
+def test_one_line_installs_it_wherever_that_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "pip install -e . 'transportkit[testing]'"
+    assert main(["new-backend", "wire"]) == 0
+    assert f"cd transportkit-wire && {line} && pytest" in capsys.readouterr().out
+    assert f"$ .venv/bin/{line}\n" in new_backend.files("wire")["README.md"]
+    assert f"\n{line}\n" in (Path(__file__).parents[2] / "docs" / "authors.md").read_text(encoding="utf-8")
 
 
 def test_an_installed_name_is_taken(

@@ -24,6 +24,7 @@ SAMPLES: list[wire.Message] = [
     ),
     wire.Chunk(1, 0, 0, True, 12, (1 << 64) - 1, wire.Location(1, 64), (wire.Piece(0, 0, 12, 0),)),
     wire.Ack(1, 0, 0),
+    wire.Signal(1, 0, wire.raw([1, "x"])),
     wire.Commit(1, 1, 12, 2, "id"),
     wire.Failed(1, 0, "TargetError", "text", torn=True),
     wire.Waiting(),

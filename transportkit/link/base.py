@@ -50,6 +50,8 @@ class Link(abc.ABC):
     """``unix``, ``tcp``, ``pair`` or ``custom``."""
     path: str
     """The absolute path of the link's unix socket; empty where there is none."""
+    local_host: str = ""
+    """The numeric address of this end of a tcp link; empty for the others."""
     peer: str
     """Who is at the other end, in words; whoever learns more may set it."""
     control_limit: int = CONTROL_FRAME_LIMIT

@@ -49,7 +49,8 @@ class SocketLink(Link):
         self._waited = select.POLLIN
         self._poller.register(sock, self._waited)
         self._ahead = bytearray(ahead)  # read, not asked for yet
-        self._left = bytearray()  # accepted by try_send, not written yet
+        self._left = bytearray()  # accepted by try_send or hold, not written yet
+        self._held = 0  # bytes of it when hold took the last frame
         self._unusable: ClosedError | ForkedError | None = None
         self._lost = False  # nothing more can be read
         self._deaf = False  # nothing more can be written
@@ -89,7 +90,10 @@ class SocketLink(Link):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, idle // 4))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(user_timeout * 1000)))
-        return cls(sock, kind, peer, path, ahead)
+        link = cls(sock, kind, peer, path, ahead)
+        if sock.family != socket.AF_UNIX:
+            link.local_host = str(sock.getsockname()[0])
+        return link
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -160,6 +164,29 @@ class SocketLink(Link):
                 self._raise_deaf(error)
             del self._left[:sent]
         return True
+
+    def hold(self, body: bytes) -> None:
+        """Take over one control frame, to be written by `flush`; what was left over must be written."""
+        self._check()
+        self._left += HEAD.pack(CONTROL, len(body)) + body
+        self._held = len(self._left)
+
+    def flush(self, deadline: Deadline) -> None:
+        """Write what `hold` and `try_send` left over; read meanwhile. Raises as `send`, but the link stays usable."""
+        self._check()
+        while not self._flush():
+            self._await_writable(deadline)
+
+    def withdraw(self, end: bytes) -> bool:
+        """Give up the frame that `hold` took and `flush` could not write: True where nothing of it had left.
+
+        Else its rest, which is still to be written, ends with ``end`` instead.
+        """
+        if len(self._left) == self._held:
+            self._left.clear()
+            return True
+        self._left[-len(end) :] = end
+        return False
 
     def _await_writable(self, deadline: Deadline) -> None:
         """Wait until more can be written; read meanwhile."""
@@ -305,6 +332,31 @@ class SocketLink(Link):
                 self._raise_lost()
             self._ahead += data
         return True
+
+    def poll_past_payloads(self, limit: int) -> bool:
+        """Read what is there without waiting: have all payload frames come, and the head of what follows them?
+
+        Raises as `poll`, and `ProtocolError` for payloads of more than ``limit`` bytes together.
+        """
+        self._check()
+        while not self._past_payloads(limit):
+            if (data := self._now(_LARGE)) is None:
+                return False
+            if not data:
+                self._raise_lost()
+            self._ahead += data
+        return True
+
+    def _past_payloads(self, limit: int) -> bool:
+        at = 0
+        while len(self._ahead) - at >= HEAD.size:
+            kind, length = HEAD.unpack_from(self._ahead, at)
+            if kind != PAYLOAD:
+                return True
+            at += HEAD.size + length
+            if at > limit:
+                raise ProtocolError(f"{self.peer} sends payloads of {at} bytes where at most {limit} are allowed")
+        return False
 
     def _at_hand(self) -> bool:
         if len(self._ahead) < HEAD.size:

@@ -14,6 +14,7 @@ from transportkit import wire
 from transportkit.address import parse
 from transportkit.deadline import Deadline
 from transportkit.errors import ClosedError, ProtocolError, UsageError
+from transportkit.inheritance import bequeath, give_up
 from transportkit.link import Link, SocketLink, pair_sockets
 from transportkit.listener import dial
 from transportkit.registry import choose
@@ -29,12 +30,13 @@ if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
 
-def serve(address: str, *, receivers: int = 1, **keywords: Any) -> Sender:
+def serve(address: str, *, receivers: int = 1, late: bool = False, **keywords: Any) -> Sender:
     """Listen for receivers. Binds and returns; entering the sender, or `Sender.wait`, waits for them.
 
     Args:
         address: ``unix:PATH`` or ``tcp://HOST:PORT``; port 0 picks one, see `Sender.address`.
         receivers: how many are waited for.
+        late: hold receivers that come beyond that until `Sender.admit`, instead of refusing them.
         backends: names of the backends that may be used, best first; by default all that are installed, in order of
             cost.
         chunk_bytes: bound of a chunk, in bytes; default 16 MiB. The smaller of both sides' values is agreed.
@@ -56,8 +58,10 @@ def serve(address: str, *, receivers: int = 1, **keywords: Any) -> Sender:
     wanted = options(keywords)
     if type(receivers) is not int or receivers < 1:
         raise UsageError(f"receivers must be a positive integer, not {receivers!r}")
+    if not isinstance(late, bool):
+        raise UsageError(f"late must be True or False, not {late!r}")
     parse(address)
-    return Sender.listening(address, receivers, wanted)
+    return Sender.listening(address, receivers, wanted, late=late)
 
 
 def connect(address: str, **keywords: Any) -> Receiver:
@@ -128,11 +132,7 @@ def pair(ctx: BaseContext | None = None, **keywords: Any) -> tuple[Sender, Recei
         raise UsageError(f"pair() takes a context, as multiprocessing.get_context('spawn') makes it, not {ctx!r}")
     context = ctx if ctx is not None else multiprocessing.get_context()
     choice = choose(read_site("pair"), wanted.backends)
-    inherited = {}
-    for name, transport in choice.transports.items():
-        made = transport.inherit(context)
-        if made is not None:
-            inherited[name] = made
+    inherited = bequeath(choice.transports, context)
     left, right = pair_sockets()
     ends = _Ends(left, right)
     return PairedSender(ends, wanted, inherited), PairedReceiver(ends, wanted, inherited)
@@ -177,6 +177,7 @@ class _Paired:
 
     def __init__(self, ends: _Ends, wanted: Options, inherited: dict[str, object]) -> None:
         self._unused: tuple[_Ends, Options, dict[str, object]] | None = (ends, wanted, inherited)
+        self._handed = inherited
 
     def __getattr__(self, name: str) -> Any:
         # The session's attributes exist from the first use on; asking for one is that use.
@@ -185,6 +186,7 @@ class _Paired:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         ends, wanted, inherited = unused
         link = SocketLink.over(ends.claim(self._role), kind="pair", peer=f"the other end of the pair of {os.getpid()}")
+        give_up(inherited, _other(self._role))
         self._unused = None
         self._begin(link, wanted, inherited)
         return getattr(self, name)
@@ -194,14 +196,25 @@ class _Paired:
         if self._unused is None:
             super().close()  # type: ignore[misc]
         else:
-            self._unused[0].shed(self._role)
+            self._shed()
 
     def abort(self) -> None:
         """As for any session; an unused end is closed."""
         if self._unused is None:
             super().abort()  # type: ignore[misc]
         else:
-            self._unused[0].shed(self._role)
+            self._shed()
+
+    def _shed(self) -> None:
+        assert self._unused is not None
+        self._unused[0].shed(self._role)
+        give_up(self._handed, self._role)
+
+    def _end(self, error: BaseException | None) -> None:
+        try:
+            super()._end(error)  # type: ignore[misc]
+        finally:
+            give_up(self._handed, self._role)
 
     def _begin(self, link: Link, wanted: Options, inherited: dict[str, object]) -> None:
         raise NotImplementedError
@@ -234,6 +247,10 @@ class PairedReceiver(_Paired, Receiver):
 
     def _begin(self, link: Link, wanted: Options, inherited: dict[str, object]) -> None:
         self._start(link, wanted, inherited)
+
+
+def _other(role: wire.Role) -> wire.Role:
+    return "receiver" if role == "sender" else "sender"
 
 
 def _inherit(cls: type[PairedSender | PairedReceiver], sock: socket.socket, *rest: Any) -> Any:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("transportkit")
 
+LATE_LIMIT = 1024
+"""Most receivers that are held until they are admitted."""
+
 
 class Gathering:
     """The places of a sender, and the listener that fills them.
@@ -35,14 +38,17 @@ class Gathering:
         places: how many receivers are waited for.
         hello: the sender's hello.
         choice: the sender's backends, for those who only inspect.
+        late: hold surplus receivers until they are admitted, instead of refusing them.
     """
 
-    def __init__(self, peers: Peers, places: int, hello: wire.Hello, choice: Choice) -> None:
+    def __init__(self, peers: Peers, places: int, hello: wire.Hello, choice: Choice, *, late: bool = False) -> None:
         self._peers = peers
         self._places = places
         self._hello = hello
         self._choice = choice
         self._arrived: collections.deque[tuple[Link, wire.Hello]] = collections.deque()
+        self._late: collections.deque[tuple[Link, wire.Hello]] | None = collections.deque() if late else None
+        self._next = places
         self._taken = 0
         self._lost = 0
         self._lock = threading.RLock()
@@ -103,6 +109,44 @@ class Gathering:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
 
+    @property
+    def late(self) -> int:
+        """How many receivers are held until they are admitted."""
+        with self._lock:
+            return len(self._late or ())
+
+    def admit(self, deadline: Deadline) -> list[Peer]:
+        """Take in the receivers that are held; waits for one until the deadline, and returns none if none comes.
+
+        Raises:
+            ClosedError: `abort` was called.
+        """
+        while True:
+            self._check()
+            admitted: list[Peer] = []
+            while (arrival := self._next_late()) is not None:
+                number, self._next = self._next, self._next + 1
+                self._hosts(*arrival, number)
+                peer = self._peers.find(number)
+                if peer is not None:
+                    admitted.append(peer)
+            if admitted or deadline.expired():
+                return admitted
+            self._peers.keep_alive()
+            with contextlib.suppress(DeadlineError):
+                wait_links([], Deadline(deadline.remaining(cap=self._peers.beat), deadline.what), [self._wake])
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+
+    def _next_late(self) -> tuple[Link, wire.Hello] | None:
+        """The next receiver that is held and still there."""
+        with self._lock:
+            while self._late:
+                arrival = self._late.popleft()
+                if self._is_there(*arrival):
+                    return arrival
+        return None
+
     def dismiss(self, error: BaseException) -> None:
         """Let every receiver go, with the reason; their places are free again."""
         message = wire.Bye(code_of(error), wire.plain(str(error)))
@@ -123,8 +167,12 @@ class Gathering:
         """Stop listening, hang up on those who wait. Idempotent."""
         if self._listener is not None:
             self._listener.close()
-        while self._arrived:
-            self._arrived.popleft()[0].close()
+        for waiting in (self._arrived, self._late or ()):
+            for link, _ in waiting:
+                link.close()
+        self._arrived.clear()
+        if self._late is not None:
+            self._late.clear()
         with self._lock:
             wake, self._wake = self._wake, -1
         if wake >= 0:
@@ -151,8 +199,9 @@ class Gathering:
                 link, hello = self._arrived.popleft()
             self._hosts(link, hello)
 
-    def _hosts(self, link: Link, hello: wire.Hello | None) -> None:
-        number = next(n for n in range(self._places + 1) if n not in self._peers.numbers)
+    def _hosts(self, link: Link, hello: wire.Hello | None, number: int | None = None) -> None:
+        if number is None:
+            number = next(n for n in range(self._places + 1) if n not in self._peers.numbers)
         peer = Peer(number, link, hello, Conversation("sender"))
         self._peers.add(peer)
         self._peers.on_message = self._greet
@@ -179,7 +228,15 @@ class Gathering:
             raise error
         self._lost += 1
         with self._lock:
-            self._taken -= 1
+            if peer.number < self._places:
+                self._taken -= 1
+                self._move_up()
+
+    def _move_up(self) -> None:
+        """Give the places that are free to those who are held."""
+        while self._late and self._taken < self._places:
+            self._taken += 1
+            self._arrived.append(self._late.popleft())
 
     # -- on the listener's thread -------------------------------------------------------------------------------------
 
@@ -188,6 +245,11 @@ class Gathering:
             hello = wire.decode(frame)
             if not isinstance(hello, wire.Hello):
                 raise ProtocolError(f"it sent {type(hello).__name__.lower()} before its hello")
+            if hello.intent == "mail":
+                raise ProtocolError(
+                    "a session's sender (`serve`) listens here, and takes no messages: "
+                    "open an `Inbox` for an `Outbox`, or `connect` to this address"
+                )
             if hello.role != "receiver":
                 raise ProtocolError("both ends are senders; connect a receiver (`connect`) to a sender (`serve`)")
         except TransportKitError as error:
@@ -203,26 +265,44 @@ class Gathering:
             if room:
                 self._taken += 1
                 self._arrived.append((link, hello))
-                if self._wake >= 0:
-                    os.eventfd_write(self._wake, 1)
+            elif self._late is not None:
+                room = len(self._late) < LATE_LIMIT
+                if room:
+                    self._late.append((link, hello))
+            if room and self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
         if not room:
-            full = ProtocolError(f"all {self._places} places of this sender are taken (`receivers=`)")
+            told = f"all {self._places} places of this sender are taken (`receivers=`)"
+            if self._late is not None:
+                told += f", and {LATE_LIMIT} receivers wait to be admitted"
+            full = ProtocolError(told)
             self._refuse(link, full)
             raise full
 
     def _sweep(self) -> None:
         """Give the places back of those who left again before anybody looked at them."""
         for arrival in list(self._arrived):
-            try:
-                while arrival[0].poll():
-                    message = wire.decode(arrival[0].recv(Deadline(0, "message that is there")))
-                    if not isinstance(message, wire.Waiting):
-                        raise unexpected(message, arrival[0].peer)
-            except TransportKitError as error:
-                _log.info("%s left before anything was agreed: %s", arrival[0].peer, error)
-                arrival[0].close()
+            if not self._is_there(*arrival):
                 self._arrived.remove(arrival)
                 self._taken -= 1
+        for arrival in list(self._late or ()):
+            if self._late is not None and not self._is_there(*arrival):
+                self._late.remove(arrival)
+        self._move_up()
+
+    @staticmethod
+    def _is_there(link: Link, _: wire.Hello) -> bool:
+        """Whether one who waits is still there; hangs up where it is not."""
+        try:
+            while link.poll():
+                message = wire.decode(link.recv(Deadline(0, "message that is there")))
+                if not isinstance(message, wire.Waiting):
+                    raise unexpected(message, link.peer)
+        except TransportKitError as error:
+            _log.info("%s left before anything was agreed: %s", link.peer, error)
+            link.close()
+            return False
+        return True
 
     def _inspect(self, link: Link, hello: wire.Hello) -> None:
         outcome = negotiate(

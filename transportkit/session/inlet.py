@@ -23,7 +23,7 @@ from transportkit.link import wait as wait_links
 from transportkit.session.peers import BEATS, farewell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from transportkit.link import Link
 
@@ -34,19 +34,26 @@ AHEAD_LIMIT = 256
 """Most messages that are read before they are due; an honest sender has a few out."""
 
 
+AT_HAND = Deadline(0, "rest of a frame that is there")
+"""For frames that `Link.poll` has read whole."""
+
+
 class Inlet:
     """The sender, as its receiver sees it.
 
     Args:
         link: the link to the sender.
         timeout: bound on the lack of progress, in seconds.
+        said: what the sender has said already.
     """
 
-    def __init__(self, link: Link, timeout: float) -> None:
+    def __init__(self, link: Link, timeout: float, said: Iterable[wire.Message] = ()) -> None:
         self.link = link
         self.timeout = timeout
-        self._ahead: collections.deque[wire.Message] = collections.deque()
+        self._ahead: collections.deque[wire.Message] = collections.deque(said)
         link.control_limit = wire.HANDSHAKE_FRAME_LIMIT
+        self.on_signal: Callable[[wire.Signal], bool] | None = None
+        """In a handshake: takes a signal for the backend; False where it is not due yet."""
         self.stray_limit = 0
         """Longest payload that may still come for a chunk that nobody reads, in bytes; 0 where none may."""
         self.beat = timeout / BEATS
@@ -101,15 +108,34 @@ class Inlet:
                 case _:
                     return message
 
+    def at_once(self) -> wire.Message | None:
+        """The sender's next message where it is there in whole, without waiting; None where it is not, or a payload is.
+
+        For links whose frames are read ahead whole. Raises `PeerError` as `next`.
+        """
+        while True:
+            if self._ahead:
+                message = self._ahead.popleft()
+            elif self.link.poll() and self.link.kind_at_hand() != PAYLOAD:
+                message = wire.decode(self.link.recv(AT_HAND, self.link.control_limit))
+            else:
+                return None
+            if isinstance(message, wire.Bye):
+                raise farewell(message, self.name)
+            if not isinstance(message, wire.Waiting):
+                return message
+
     def check(self) -> None:
         """Take in what has come. Raises `BackendError` where the sender gave the backend up, `PeerError` where it is
         gone.
         """
         lost = None
+        for message in [message for message in self._ahead if self._signalled(message)]:
+            self._ahead.remove(message)
         try:
-            while self.link.poll():
+            while self.link.poll() and self.link.kind_at_hand() != PAYLOAD:
                 message = self._take()
-                if not isinstance(message, wire.Waiting):
+                if not isinstance(message, wire.Waiting) and not self._signalled(message):
                     self._ahead.append(message)
                 if len(self._ahead) > AHEAD_LIMIT:
                     raise ProtocolError(f"{self.name} sent {len(self._ahead)} messages where a few may come")
@@ -119,12 +145,16 @@ class Inlet:
             match message:
                 case wire.Bye():
                     raise farewell(message, self.name)
-                case wire.Aborted():
-                    raise ended(message, self.name)
-                case wire.Proposal() | wire.Refusal():
+                case wire.Withdrawn():
+                    raise BackendError("the producer took its message back")
+                case wire.Proposal() | wire.Refusal() | wire.Reroute():
                     raise BackendError("the sender gave this backend up")
         if lost is not None:
             raise lost
+
+    def _signalled(self, message: wire.Message) -> bool:
+        """Whether this was a signal, and the backend has taken it."""
+        return isinstance(message, wire.Signal) and self.on_signal is not None and self.on_signal(message)
 
     def _send(self, message: wire.Message) -> None:
         self.link.send(wire.encode(message), Deadline(self.timeout, f"room on the link to {self.name}"))

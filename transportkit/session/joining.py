@@ -79,6 +79,20 @@ class Joining:
         self._conversation = Conversation("receiver")
         self._imports: Imports | None = None
         self._pending: wire.Proposal | None = None
+        self._terms: wire.Terms | None = None
+
+    def strand(self, update: int, receiver: int, seq: int, reason: str) -> None:
+        """Tell the sender that the agreed backend can carry nothing more of an update; another proposal follows."""
+        self._drop()
+        self._inlet.stray_limit = STRAY_BYTES if self._terms is None else max(STRAY_BYTES, self._terms.chunk_bytes)
+        self._send(wire.Stranded(update, receiver, seq, wire.plain(reason)))
+
+    def again(self, proposal: wire.Proposal) -> Joined:
+        """Agree anew, the sender having proposed another backend. Raises as `run`."""
+        if not self._conversation.received(proposal):
+            raise ProtocolError(f"{self._inlet.name} repeated a proposal")
+        self._pending = proposal
+        return self.run(self._deadline("proposal"))
 
     def run(self, wait: Deadline) -> Joined:
         """Agree with the sender.
@@ -92,6 +106,7 @@ class Joining:
             PeerError: it was lost.
             DeadlineError: nothing came in time.
         """
+        self._inlet.on_signal = self._hear
         try:
             if self._conversation.state is State.START:
                 self._send(self._hello)
@@ -113,10 +128,13 @@ class Joining:
                 agreement = self._attempt(message, sender)
                 if agreement is not None:
                     assert self._imports is not None
+                    self._terms = message.terms
                     return Joined(agreement, message.terms, self._imports, sender)
         except BaseException:
             self._drop()
             raise
+        finally:
+            self._inlet.on_signal = None
 
     def _attempt(self, proposal: wire.Proposal, sender: wire.Hello) -> wire.Agreement | None:
         """Join, connect and prove; None when this proposal came to nothing and the next is due."""
@@ -157,6 +175,8 @@ class Joining:
             {terms.receiver: self._inlet.link},
             self._inherited.get(terms.backend),
             self._inlet.check,
+            lambda number, data: self._send(wire.Signal(proposal.attempt, number, data)),
+            allow_plaintext=self._hello.wishes.allow_plaintext,
         )
         with _trying(terms.backend):
             importer = self._choice.transports[terms.backend].importer(terms, wiring)
@@ -229,11 +249,30 @@ class Joining:
                 if deadline.keyword == "wait" and deadline.expired():
                     raise
                 raise DeadlineError(str(error), silent=True) from error
-            if self._conversation.received(message):
+            if isinstance(message, wire.Signal):
+                self._hear(message, due=True)
+            elif self._conversation.received(message):
                 break
         if isinstance(message, wire.Refusal):
             raise refused(message, self._inlet.name)
         return message
+
+    def _hear(self, message: wire.Signal, *, due: bool = False) -> bool:
+        """Hand a backend's word to its importer.
+
+        Args:
+            message: the signal.
+            due: all that came before it has been taken in. If not, one of a later proposal is left alone.
+
+        Returns:
+            Whether it was taken, or belongs to an earlier proposal.
+        """
+        if not due and message.attempt > self._conversation.attempt:
+            return False
+        if self._conversation.received(message) and self._imports is not None:
+            with _trying(self._imports.backend):
+                self._imports.importer.hear(message.data)
+        return True
 
     def _unexpected(self, message: wire.Message) -> NoReturn:
         raise ProtocolError(f"{self._inlet.name} sent {type(message).__name__.lower()} in the handshake")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
+
+import attrs
 
 from transportkit import wire
 from transportkit.chunk import digest
 from transportkit.deadline import Deadline
-from transportkit.errors import BackendError, ProtocolError
-from transportkit.lifecycle import SlotPool, around, memory_of, translated
+from transportkit.errors import BackendError, ProtocolError, TransportKitError
+from transportkit.lifecycle import Exports, SlotPool, around, memory_of, translated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +21,27 @@ if TYPE_CHECKING:
 
     from transportkit.session.peers import Peers
     from transportkit.transport import Exporter
-    from transportkit.wire import Piece, TensorSpec, Terms
+    from transportkit.wire import Location, Piece, TensorSpec, Terms
+
+_log = logging.getLogger("transportkit")
+
+
+@attrs.frozen
+class Sent:
+    """A chunk whose header is out.
+
+    Args:
+        memory: its bytes in the slot, uint8 of shape (nbytes,).
+        digest: of these bytes, 0 where none was taken.
+        pieces, specs: as its header has them.
+    """
+
+    seq: int
+    memory: Tensor
+    last: bool
+    digest: int
+    pieces: tuple[Piece, ...] | None
+    specs: tuple[TensorSpec, ...]
 
 
 class Lane:
@@ -41,7 +64,11 @@ class Lane:
             self.slots: Sequence[Tensor] = exporter.slots
             self._check_slots()
         self._memory = [memory_of(slot) for slot in self.slots] if terms.digest != "none" else []
-        self.pool = SlotPool(len(self.slots))
+        self._exports = Exports(self._reclaim)
+        self.pool = SlotPool(len(self.slots), self._exports)
+        self.bereft = False
+        """Whether a receiver was lost from it: what then fails is no fault of the backend's."""
+        self._sent: dict[int, Sent] = {}
 
     @property
     def backend(self) -> str:
@@ -61,23 +88,50 @@ class Lane:
         last: bool,
         pieces: tuple[Piece, ...] | None = None,
         specs: tuple[TensorSpec, ...] = (),
+        known: int = 0,
     ) -> None:
-        """Send one packed slot to every receiver of the lane. The pool knows it as read from then on."""
+        """Send one packed slot to every receiver of the lane. The pool knows it as read from then on.
+
+        Args:
+            known: its digest, where that was taken already.
+        """
         deadline = Deadline(self._peers.timeout, f"room for chunk {seq} over {self.backend} {self._where}")
-        value = digest(self._memory[slot][:nbytes]) if self._memory else 0
+        value = known or digest(self._memory[slot][:nbytes]) if self._memory else 0
+        self.pool.publish(slot, update, seq, self.receivers)
+        self._sent[slot] = Sent(seq, self.slots[slot][:nbytes], last, value, pieces, specs)
         with self.translated():
             self.exporter.ready(slot, deadline)
-        self.pool.publish(slot, update, seq, self.receivers)
         first = None
         for number in self.receivers:
-            with self.translated():
-                location = self.exporter.locate(slot, number)
+            location = self.locate(slot, number, update, seq)
             header = wire.Chunk(update, number, seq, last, nbytes, value, location, pieces, specs)
             self._peers.send(self._peers[number], header)
             first = first or header
         if first is not None:
             with self.translated():
                 self.exporter.publish(slot, first, deadline)
+
+    def locate(self, slot: int, receiver: int, update: int, seq: int) -> Location:
+        """Where a receiver finds the chunk that a slot holds; its header must follow."""
+        with self.translated():
+            location = self.exporter.locate(slot, receiver)
+            owed = () if location.supersedes is None else self.pool.owed(receiver)
+            self._exports.name(receiver, location, update, seq, owed)
+        return location
+
+    def outstanding(self, update: int) -> dict[int, Sent]:
+        """The chunks of an update that some receiver may not have taken yet, by their numbers."""
+        return {seq: self._sent[slot] for seq, slot in self.pool.reading(update).items()}
+
+    def drop(self, receiver: int) -> None:
+        """A receiver is gone, or has another lane now: nothing of it is waited for."""
+        self.bereft = True
+        self.receivers.remove(receiver)
+        try:
+            with self.translated():
+                self.exporter.drop(receiver)
+        finally:
+            self.pool.drop(receiver)
 
     def packing(self, slot: int) -> AbstractContextManager[None]:
         """Around copies into a slot. What the backend's own part raises is a `BackendError`."""
@@ -86,8 +140,18 @@ class Lane:
     def close(self) -> None:
         """Close the exporter and let go of its memory, whoever still holds the lane. Idempotent."""
         self._memory, self.slots = [], ()
+        self._sent.clear()
+        self._exports.close()
         with self.translated():
             self.exporter.close()
+
+    def _reclaim(self, receiver: int, export: int, opened: bool) -> None:
+        """Let the exporter give an export back. What fails in that leaves memory behind, and harms no update."""
+        try:
+            with self.translated():
+                self.exporter.reclaim(receiver, export, opened)
+        except TransportKitError as error:
+            _log.warning("backend %s could not take export %s back: %s", self.backend, export, error)
 
     def _check_slots(self) -> None:
         wanted = self.terms.slots, self.terms.chunk_bytes

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from transportkit.errors import LeaseError
+from transportkit.errors import BackendError, LeaseError
 from transportkit.manifest import nbytes
 from transportkit.packing import typed_view
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -32,12 +32,14 @@ class Lease:
         specs: Sequence[TensorSpec],
         tied: dict[str, list[TensorSpec]],
         imports: Imports,
+        reroute: Callable[[BackendError], object],
     ) -> None:
         self._chunk = chunk
         self._pieces = pieces
         self._specs = specs
         self._tied = tied
         self._imports = imports
+        self._reroute = reroute
         self._base: Tensor | None = chunk.view()
 
     @property
@@ -66,8 +68,18 @@ class Lease:
         except LeaseError:
             self._base = None if ended else self._chunk.view()
             raise
+        except BackendError as error:  # the chunk was read; what follows comes another way
+            self._reroute(error)
 
-    def end(self) -> None:
-        """End the lease; its slot is held back while a tensor of it is alive."""
+    def end(self, *, leaving: bool = False) -> None:
+        """End the lease; its slot is held back while a tensor of it is alive.
+
+        Args:
+            leaving: no further chunk is wanted, so what fails here matters no more.
+        """
         self._base = None
-        self._imports.retire(self._chunk)
+        try:
+            self._imports.retire(self._chunk)
+        except BackendError as error:
+            if not leaving:
+                self._reroute(error)

@@ -7,6 +7,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+import attrs
 import msgspec
 
 from transportkit import wire
@@ -18,7 +19,7 @@ from transportkit.session.lane import Lane, acknowledge
 from transportkit.session.wiring import LinkWiring
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from transportkit.registry import Choice
     from transportkit.session.peers import Peer, Peers
@@ -30,30 +31,82 @@ _log = logging.getLogger("transportkit")
 TRIAL_BYTES = 16
 
 
-class Opening:
-    """One handshake of a sender with all its receivers, whose hellos have come.
+@attrs.frozen
+class Ground:
+    """What every handshake of a session stands on.
 
     Args:
         peers: the receivers.
         hello: the sender's hello.
         choice: the sender's backends.
         inherited: per backend, what `Transport.inherit` made.
+        session: the session's id, hex.
     """
 
-    def __init__(self, peers: Peers, hello: Hello, choice: Choice, inherited: dict[str, object]) -> None:
-        self._peers = peers
-        self._hello = hello
-        self._choice = choice
-        self._inherited = inherited
-        self._session = os.urandom(8).hex()
-        self._strikes: dict[tuple[int, str], str] = {}
-        self._attempt = 0
+    peers: Peers
+    hello: Hello
+    choice: Choice
+    inherited: dict[str, object]
+    session: str = attrs.field(factory=lambda: os.urandom(8).hex())
+
+
+class Opening:
+    """One handshake of a sender with some of its receivers, whose hellos have come.
+
+    What the others say meanwhile goes where it went before.
+
+    Args:
+        ground: what the session's handshakes stand on.
+        numbers: the receivers that are to be agreed with.
+        strikes: what is out of the question from the start; grows with what is tried in vain.
+        first_lane: number of the first lane.
+        chunk_bytes: bound of the chunks, besides those of both sides' wishes.
+    """
+
+    def __init__(
+        self,
+        ground: Ground,
+        numbers: Iterable[int],
+        *,
+        strikes: dict[tuple[int, str], str] | None = None,
+        first_lane: int = 0,
+        chunk_bytes: int | None = None,
+    ) -> None:
+        self._peers = ground.peers
+        self._numbers = frozenset(numbers)
+        self._hello = ground.hello
+        if chunk_bytes is not None:
+            limits = wire.Limits(min(chunk_bytes, self._hello.limits.chunk_bytes), self._hello.limits.slots)
+            self._hello = msgspec.structs.replace(self._hello, limits=limits)
+        self._choice = ground.choice
+        self._inherited = ground.inherited
+        self._session = ground.session
+        self._first_lane = first_lane
+        self._strikes = {} if strikes is None else strikes
+        self._attempt = max(peer.conversation.attempt for peer in self._members)
+        self._elsewhere = ground.peers.on_message
         self._lanes: list[Lane] = []
         self._replies: dict[int, wire.Joined] = {}
         self._proofs: dict[int, bytes] = {}
 
+    @property
+    def _members(self) -> list[Peer]:
+        return [self._peers[number] for number in sorted(self._numbers)]
+
+    def negotiate(self) -> Outcome | wire.Refusal:
+        """What would be agreed now, without a word to anybody."""
+        return negotiate(
+            self._hello,
+            {peer.number: peer.hello for peer in self._members},
+            self._choice.transports,
+            session=self._session,
+            token=os.urandom(32),
+            strikes=self._strikes,
+            first_lane=self._first_lane,
+        )
+
     def run(self) -> tuple[Agreement, list[Lane]]:
-        """Agree with every receiver.
+        """Agree with every one of them.
 
         Returns:
             The agreement and its lanes, each proven by a trial.
@@ -63,30 +116,26 @@ class Opening:
             PeerError: a receiver was lost or gave up.
             DeadlineError: a receiver made no progress.
         """
-        self._peers.on_message = self._take
+        self._peers.on_message, minded = self._take, self._peers.minded
+        self._peers.minded = self._numbers
         try:
             while True:
                 self._attempt += 1
-                outcome = negotiate(
-                    self._hello,
-                    {peer.number: peer.hello for peer in self._peers},
-                    self._choice.transports,
-                    session=self._session,
-                    token=os.urandom(32),
-                    strikes=self._strikes,
-                )
+                outcome = self.negotiate()
                 if isinstance(outcome, wire.Refusal):
-                    for peer in self._peers:
+                    for peer in self._members:
                         self._send(peer, outcome)
                     raise NegotiationError(outcome.text, agreement=outcome.agreement)
                 if self._attempt_once(outcome):
-                    for peer in self._peers:
+                    for peer in self._members:
                         self._send(peer, wire.Agreed(outcome.agreement.only(peer.number)))
-                    return outcome.agreement, self._lanes
+                    return outcome.agreement, list(self._lanes)
                 self._close_lanes()
         except BaseException:
             self._close_lanes()
             raise
+        finally:
+            self._peers.on_message, self._peers.minded = self._elsewhere, minded
 
     # -- one attempt --------------------------------------------------------------------------------------------------
 
@@ -134,7 +183,14 @@ class Opening:
         terms = plan.terms
         links = {number: self._peers[number].link for number in terms.receivers}
         site = self._site(terms.receivers[0])
-        wiring = LinkWiring(site, links, self._inherited.get(terms.backend), lambda: self._check(terms.receivers))
+        wiring = LinkWiring(
+            site,
+            links,
+            self._inherited.get(terms.backend),
+            lambda: self._check(terms),
+            lambda number, data: self._signal(terms, number, data),
+            allow_plaintext=self._hello.wishes.allow_plaintext,
+        )
         exporter = None
         try:
             exporter = self._choice.transports[terms.backend].exporter(terms, wiring)
@@ -163,7 +219,7 @@ class Opening:
         parts = [secret[at : at + size] for at in range(0, TRIAL_BYTES, size)]
         for seq, part in enumerate(parts):
             self._peers.wait(lambda: lane.pool.free > 0 or self._struck(lane), lane.pool.debtors, "word for the trial")
-            self._check(lane.terms.receivers)
+            self._check(lane.terms)
             slot = lane.pool.acquire()
             assert slot is not None
             with lane.translated(), lane.packing(slot):
@@ -175,7 +231,7 @@ class Opening:
             lambda: [n for n in lane.receivers if n not in self._proofs],
             "proof of the trial",
         )
-        self._check(lane.terms.receivers)
+        self._check(lane.terms)
 
     @staticmethod
     def _write(lane: Lane, slot: int, part: bytes) -> None:
@@ -199,7 +255,7 @@ class Opening:
 
     def _strike(self, number: int, backend: str, reason: str) -> None:
         _log.info("receiver %s: backend %s failed its trial: %s", number, backend, reason)
-        self._strikes[number, backend] = wire.plain(reason)
+        self._strikes[number, backend] = wire.plain(f"trial failed: {reason}")
 
     def _strike_lane(self, terms: wire.Terms, reason: str) -> None:
         for number in terms.receivers:
@@ -208,13 +264,34 @@ class Opening:
     def _struck(self, lane: Lane) -> bool:
         return any((number, lane.backend) in self._strikes for number in lane.receivers)
 
-    def _check(self, receivers: tuple[int, ...]) -> None:
-        """What backends call while they wait: raises where a receiver of theirs is gone or has declined."""
+    def _check(self, terms: wire.Terms) -> None:
+        """What backends call while they wait: raises where a receiver of theirs is gone or has given them up."""
         self._peers.poll()
+        for number in terms.receivers:
+            peer = self._peers.find(number)
+            if peer is not None and peer.gone is not None:
+                raise peer.gone
+            if peer is not None and peer.stranded is not None:
+                raise BackendError(peer.stranded.reason or f"{peer.name} gave it up", backend=terms.backend)
+            if (number, terms.backend) in self._strikes:
+                raise BackendError(self._strikes[number, terms.backend], backend=terms.backend)
+
+    def _signal(self, terms: wire.Terms, number: int, data: msgspec.Raw) -> None:
+        """Send a backend's word, unless the lane's receivers have given the backend up meanwhile."""
+        self._check(terms)
+        self._send(self._peers[number], wire.Signal(self._attempt, number, data))
+
+    def _hear(self, peer: Peer, message: wire.Signal) -> None:
+        """Hand a backend's word to its exporter; what that raises speaks against the backend only."""
+        if message.receiver != peer.number:
+            raise ProtocolError(f"{peer.name} sent a signal as receiver {message.receiver}")
         for lane in self._lanes:
-            for number in receivers:
-                if number in lane.receivers and (number, lane.backend) in self._strikes:
-                    raise BackendError(self._strikes[number, lane.backend], backend=lane.backend)
+            if peer.number in lane.receivers and not self._struck(lane):
+                try:
+                    with lane.translated():
+                        lane.exporter.hear(peer.number, message.data)
+                except (BackendError, ProtocolError) as error:
+                    self._strike(peer.number, lane.backend, str(error))
 
     def _close_lanes(self) -> None:
         lanes, self._lanes = self._lanes, []
@@ -228,7 +305,7 @@ class Opening:
 
     def _wait_for(self, answers: dict[int, wire.Joined], strikes: int, what: str) -> None:
         def missing() -> list[int]:
-            return [p.number for p in self._peers if p.number not in answers]
+            return [number for number in self._numbers if number not in answers]
 
         self._peers.wait(lambda: not missing() or len(self._strikes) > strikes, missing, what)
 
@@ -240,6 +317,10 @@ class Opening:
         return msgspec.structs.replace(self._hello.site, link=self._peers[number].link.kind)
 
     def _take(self, peer: Peer, message: wire.Message) -> None:
+        late = isinstance(message, wire.Ack) and message.update > 0  # of a lease that it held, before it saw a proposal
+        if peer.number not in self._numbers or late:
+            self._elsewhere(peer, message)
+            return
         if not peer.conversation.received(message):
             return
         match message:
@@ -249,6 +330,8 @@ class Opening:
                 self._strike(peer.number, message.backend, message.reason)
             case wire.Ack():
                 acknowledge(self._lanes, message, peer.number)
+            case wire.Signal():
+                self._hear(peer, message)
             case wire.Proof():
                 self._proofs[peer.number] = message.read
             case wire.Refusal():

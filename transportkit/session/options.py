@@ -79,7 +79,11 @@ def per_call(wait: object, progress: object) -> None:
 
 
 def hello(
-    role: Role, wanted: Options, choice: Choice, link_kind: str, intent: Literal["transfer", "inspect"] = "transfer"
+    role: Role,
+    wanted: Options,
+    choice: Choice,
+    link_kind: str,
+    intent: Literal["transfer", "inspect", "mail"] = "transfer",
 ) -> Hello:
     """This side's first message on a link of this kind."""
     return Hello(

@@ -55,8 +55,10 @@ class Peer:
         """Whether it has said that it waits for an update, and none was begun since."""
         self.away = False
         """Whether it has taken that word back."""
-        self.gone: PeerError | None = None
-        """Why nothing more comes from it: it said goodbye, or was lost."""
+        self.gone: TransportKitError | None = None
+        """Why nothing more comes from it: it said goodbye, was lost, was silent, or cannot be understood."""
+        self.stranded: wire.Stranded | None = None
+        """What it said when the backend of its lane failed in mid-update; None once it is on another lane."""
         self.manifest_id = ""
         """Digest of the manifest of the last update that it applied, whose plan it knows."""
         if hello is not None:
@@ -93,6 +95,8 @@ class Peers:
         self._peers: dict[int, Peer] = {}
         self._beaten = time.monotonic()
         self.on_message: Callable[[Peer, wire.Message], None] = self._nothing_due
+        self.minded: frozenset[int] | None = None
+        """The receivers whose loss is raised; that of others is only noted (`Peer.gone`). None for all."""
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
@@ -102,6 +106,10 @@ class Peers:
 
     def __getitem__(self, number: int) -> Peer:
         return self._peers[number]
+
+    def find(self, number: int) -> Peer | None:
+        """The peer of this number, unless it is gone for good."""
+        return self._peers.get(number)
 
     @property
     def numbers(self) -> frozenset[int]:
@@ -123,6 +131,12 @@ class Peers:
     def send(self, peer: Peer, message: wire.Message) -> None:
         """Send one message, within `timeout` without progress."""
         try:
+            self._send(peer, message)
+        except TransportKitError as error:
+            self._lose(peer, error)
+
+    def _send(self, peer: Peer, message: wire.Message) -> None:
+        try:
             peer.link.send(wire.encode(message), Deadline(self.timeout, f"room on the link to {peer.name}"))
         except DeadlineError as error:
             raise DeadlineError(str(error), silent=True) from error
@@ -132,6 +146,16 @@ class Peers:
             if isinstance(peer.gone, PeerFailedError | PeerClosedError):
                 raise peer.gone from error
             raise
+
+    def _lose(self, peer: Peer, error: TransportKitError) -> None:
+        """Nothing more can be had of this peer. Raises the error where it is `minded`."""
+        if peer.gone is None:
+            peer.gone = error
+        if self._minds(peer):
+            raise error
+
+    def _minds(self, peer: Peer) -> bool:
+        return self.minded is None or peer.number in self.minded
 
     def tell(self, message: wire.Message) -> None:
         """Send a message to every peer as far as that goes without waiting; losses are found elsewhere."""
@@ -179,20 +203,21 @@ class Peers:
             now = time.monotonic()
             owing = [self._peers[n] for n in debtors() if n in self._peers]
             self._check_present(owing)
+            owing = [peer for peer in owing if peer.gone is None]
             pause = self.beat
             if deadline is not None:
                 deadline.check()
                 pause = deadline.remaining(pause) or 0.0
             silent = owing or list(self) if deadline is None else [self._peers[n] for n in prompt()]
+            silent = [peer for peer in silent if peer.gone is None]
             if silent:
                 slowest = min(silent, key=lambda p: p.heard)
                 left = max(began, slowest.heard) + self.timeout - now
                 if left <= 0:
-                    raise DeadlineError(
-                        f"{slowest.name} sent no {what} within {self.timeout:g} s "
-                        "(raise `timeout=` where that is too short)",
-                        silent=True,
-                    )
+                    told = f"{slowest.name} sent no {what} within {self.timeout:g} s "
+                    told += "(raise `timeout=` where that is too short)"
+                    self._lose(slowest, DeadlineError(told, silent=True))
+                    continue
                 pause = min(pause, left)
             self.keep_alive()
             try:
@@ -236,12 +261,14 @@ class Peers:
 
     def _take_in(self) -> None:
         for peer in list(self):
-            self.drain(peer)
+            try:
+                self.drain(peer)
+            except TransportKitError as error:
+                self._lose(peer, error)
 
-    @staticmethod
-    def _check_present(peers: Iterable[Peer]) -> None:
+    def _check_present(self, peers: Iterable[Peer]) -> None:
         for peer in peers:
-            if peer.gone is not None:
+            if peer.gone is not None and self._minds(peer):
                 raise peer.gone
 
     def _nothing_due(self, peer: Peer, message: wire.Message) -> None:

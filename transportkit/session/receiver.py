@@ -24,23 +24,24 @@ from transportkit.session.guard import Guard
 from transportkit.session.inlet import Inlet
 from transportkit.session.joining import Joined, Joining
 from transportkit.session.leases import Lease
+from transportkit.session.ledger import Memory
 from transportkit.session.options import Options, hello, options, per_call
-from transportkit.session.receiving import Memory, Receiving
+from transportkit.session.receiving import Receiving
 from transportkit.session.sinks import IntoFunction, IntoTarget, Leased, Owned, Sink, ours, told
+from transportkit.session.walk import walk, write
 from transportkit.site import read_site
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping
     from types import TracebackType
 
     from torch import Tensor, nn
 
-    from transportkit.lifecycle import Imported
     from transportkit.link import Link
     from transportkit.session.options import Progress
     from transportkit.session.results import Incoming, Update
     from transportkit.session.targets import Binding
-    from transportkit.wire import Agreement, Piece
+    from transportkit.wire import Agreement
 
 _log = logging.getLogger("transportkit")
 
@@ -247,48 +248,35 @@ class Receiver:
                 sink,
             ),
         ):
-            with contextlib.closing(self._walk(receiving, sink)) as walk:
-                for chunk, pieces in walk:
-                    with self._join().imports.reading(chunk):
-                        sink.write(chunk, pieces)
+            with contextlib.closing(walk(receiving, sink)) as chunks:
+                for chunk, pieces in chunks:
+                    write(receiving, sink, chunk, pieces)
                     del chunk
                     yield from sink.ready()
             return self._applied(receiving, sink)
 
     def _chunks(self, wait: float | None, progress: Progress | None) -> Generator[Lease, None, Update]:
         with self._guard.call("chunks"), self._updating(Leased, wait, progress) as (receiving, sink):
-            with contextlib.closing(self._walk(receiving, sink)) as walk:
-                for chunk, pieces in walk:
-                    lease = Lease(chunk, pieces, sink.specs, sink.tied, self._join().imports)
+            with contextlib.closing(walk(receiving, sink)) as chunks:
+                for chunk, pieces in chunks:
+                    lease = Lease(chunk, pieces, sink.specs, sink.tied, receiving.imports, receiving.reroute)
                     try:
                         yield lease
-                    finally:
-                        lease.end()
+                    except BaseException:
+                        lease.end(leaving=True)
+                        raise
+                    lease.end()
             return self._applied(receiving, sink)
 
     # -- one update ---------------------------------------------------------------------------------------------------
 
     def _fill(self, receiving: Receiving, sink: Sink) -> Update:
         """Let the sink take every chunk."""
-        with contextlib.closing(self._walk(receiving, sink)) as walk:
-            for chunk, pieces in walk:
-                with self._join().imports.reading(chunk):
-                    sink.write(chunk, pieces)
+        with contextlib.closing(walk(receiving, sink)) as chunks:
+            for chunk, pieces in chunks:
+                write(receiving, sink, chunk, pieces)
         sink.finish()
         return self._applied(receiving, sink)
-
-    def _walk(self, receiving: Receiving, sink: Sink) -> Generator[tuple[Imported, Sequence[Piece]], None, None]:
-        """Each chunk of the update; it is released and acknowledged at the next step."""
-        imports = self._join().imports
-        while (came := receiving.next()) is not None:
-            chunk, pieces, appended = came
-            try:
-                if appended:
-                    sink.extend(receiving.specs[-appended:])
-                yield chunk, pieces
-            finally:
-                imports.retire(chunk)
-            receiving.report()
 
     @contextlib.contextmanager
     def _updating(
@@ -340,14 +328,20 @@ class Receiver:
 
     def _new(self, progress: Progress | None) -> Receiving:
         joined = self._join()
+        assert self._joining is not None
         return Receiving(
             self._inlet,
-            joined.imports,
-            joined.terms,
+            self._joining,
+            joined,
+            self._agree,
             self._memory,
             dtype_names(),
             progress or self._options.progress,
         )
+
+    def _agree(self, joined: Joined) -> None:
+        """The sender has proposed another backend, and it is agreed."""
+        self._joined = joined
 
     def _applied(self, receiving: Receiving, sink: Sink) -> Update:
         update = receiving.applied(skipped=sink.skipped, missing=sink.missing, cast=sink.cast)

@@ -6,39 +6,31 @@ import time
 from typing import TYPE_CHECKING
 
 from transportkit import wire
-from transportkit.chunk import Cursor, used
+from transportkit.chunk import used
 from transportkit.deadline import Deadline
 from transportkit.errors import (
+    BackendError,
     CallbackError,
+    PeerError,
     PeerFailedError,
+    PeerLostError,
     ProtocolError,
     TransportKitError,
 )
-from transportkit.manifest import check_specs, manifest_id, wire_nbytes
 from transportkit.session.inlet import ended
 from transportkit.session.joining import check_digest
+from transportkit.session.ledger import Ledger
 from transportkit.session.results import Incoming, Update
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from transportkit.lifecycle import Imported, Imports
     from transportkit.session.inlet import Inlet
+    from transportkit.session.joining import Joined, Joining
+    from transportkit.session.ledger import Memory
     from transportkit.session.options import Progress
     from transportkit.wire import Piece, TensorSpec, Terms
-
-
-class Memory:
-    """What a receiver keeps from one update to the next: the manifest and plan that it applied last."""
-
-    def __init__(self) -> None:
-        self.manifest_id = ""
-        self.specs: list[TensorSpec] = []
-        self.sizes: list[int | None] = []
-        self.plan: list[tuple[tuple[Piece, ...], int]] = []
-        """The pieces of each chunk, and the sum of their bytes."""
-        self.announced = False
-        """Whether the sender has been told that a call waits, and has begun no update since."""
 
 
 class Receiving:
@@ -46,8 +38,9 @@ class Receiving:
 
     Args:
         inlet: the link.
-        imports: the importer's chunks.
-        terms: what was agreed.
+        joining: the session's handshake, for where the sender proposes another backend.
+        joined: what was agreed.
+        on_joined: called with what is agreed instead.
         memory: kept by the session.
         dtypes: names that this side's torch knows.
         progress: called after each chunk.
@@ -56,32 +49,48 @@ class Receiving:
     def __init__(
         self,
         inlet: Inlet,
-        imports: Imports,
-        terms: Terms,
+        joining: Joining,
+        joined: Joined,
+        on_joined: Callable[[Joined], object],
         memory: Memory,
         dtypes: Sequence[str],
         progress: Progress | None,
     ) -> None:
         self._inlet = inlet
-        self._imports = imports
-        self._terms = terms
+        self._joining = joining
+        self._joined = joined
+        self._on_joined = on_joined
         self._memory = memory
-        self._dtypes = dtypes
+        self._ledger = Ledger(memory, dtypes, joined.terms.chunk_bytes)
         self._progress = progress
         self._header: wire.Begin | None = None
-        self._manifest = wire.Manifest(0)
-        self._sizes: list[int | None] = []
-        self._by_name: dict[str, TensorSpec] = {}
-        self._cursor = Cursor(terms.chunk_bytes)
-        self._plan: list[tuple[tuple[Piece, ...], int]] = []
-        self._seq = 0
-        self._last = False
-        self._nbytes = 0
+        self._untaken: tuple[tuple[Piece, ...], int] | None = None
+        """Pieces of the last chunk, and how many specs it appended, where its bytes could not be had."""
+        self._rerouted = False
+        self._passed = 0
+        """The chunk after the last one that was passed over."""
         self._start = 0.0
-        self.specs: list[TensorSpec] = []
-        """The manifest so far; grows with the chunks where `streamed`."""
         self.over = False
         """Whether the sender and this side are both done with the update."""
+
+    @property
+    def imports(self) -> Imports:
+        """The importer's chunks; others after a reroute."""
+        return self._joined.imports
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """The manifest so far; grows with the chunks where `streamed`."""
+        return self._ledger.specs
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the specs come with the chunks."""
+        return self._ledger.streamed
+
+    @property
+    def _terms(self) -> Terms:
+        return self._joined.terms
 
     # -- the steps ----------------------------------------------------------------------------------------------------
 
@@ -91,7 +100,7 @@ class Receiving:
         Call `accept` when the manifest suits.
         """
         while True:
-            self._imports.settle()
+            self.imports.settle()
             self._announce()
             # A sender that has not read for long leaves no room for the word: say it as soon as there is some.
             idle = None if self._memory.announced else self._announce
@@ -103,8 +112,10 @@ class Receiving:
                         return
                 case wire.Chunk():
                     self._discard(message)
-                case wire.Aborted():
-                    pass  # of an update that failed here
+                case wire.Aborted() | wire.Reroute():
+                    pass  # of an update that failed here, or that has landed
+                case wire.Proposal():
+                    self._rejoin(message)
                 case _:
                     raise self._unexpected(message)
 
@@ -131,24 +142,15 @@ class Receiving:
             case wire.Aborted():
                 raise self._ended(message)
             case wire.Manifest() if message.update == begin.update:
-                self._manifest = message
+                self._ledger.take(message, self._inlet.name)
+                return True
             case _:
                 raise self._unexpected(message)
-        if message.specs is not None:
-            check_specs(message.specs, self._dtypes)
-            if manifest_id(message.specs) != message.manifest_id:
-                raise ProtocolError(f"{self._inlet.name} sent a manifest that has another digest than it says")
-            self._grow(message.specs)
-        elif message.manifest_id or message.known_plan:
-            if not message.manifest_id or message.manifest_id != self._memory.manifest_id:
-                raise ProtocolError(f"{self._inlet.name} refers to a manifest that this side does not hold")
-            self.specs, self._sizes = self._memory.specs, self._memory.sizes
-        return True
 
     def accept(self) -> None:
         """Say that the chunks may come. Raises `LeaseError` where no slot is left for them."""
         assert self._header is not None
-        self._imports.settle(need=True)
+        self.imports.settle(need=True)
         self._inlet.send(wire.Accept(self._header.update, self._terms.receiver))
 
     def next(self) -> tuple[Imported, tuple[Piece, ...], int] | None:
@@ -161,24 +163,87 @@ class Receiving:
         """
         header = self._header
         assert header is not None
-        message = self._await("chunk")
-        match message:
-            case wire.Chunk():
-                return self._open(header, message)
-            case wire.Commit():
-                self._check_totals(header, message)
-                return None
-            case wire.Aborted():
-                raise self._ended(message)
-            case _:
-                raise self._unexpected(message)
+        while True:
+            try:
+                message = self._await("chunk")
+                match message:
+                    case wire.Chunk():
+                        came = self._open(header, message)
+                        if came is not None:
+                            return came
+                    case wire.Reroute():
+                        self.reroute(None)
+                    case wire.Commit():
+                        self._ledger.check_totals(header.update, message)
+                        return None
+                    case wire.Aborted():
+                        raise self._ended(message)
+                    case _:
+                        raise self._unexpected(message)
+            except BackendError as error:
+                self.reroute(error)
+
+    def give_back(self, pieces: tuple[Piece, ...], error: BackendError) -> None:
+        """The bytes of the chunk that `next` returned last could not be read: it is to come again over another backend.
+
+        Raises as `reroute`.
+        """
+        self._untaken = pieces, 0
+        self.reroute(error)
+
+    def reroute(self, error: BackendError | None) -> None:
+        """Go on over another backend.
+
+        Args:
+            error: what failed here; None where it failed at the sender.
+
+        Raises:
+            BackendError, PeerError: there is none, or the update ends meanwhile; the error that was given where there
+                was one.
+        """
+        ended_by = self._strand(error)
+        if ended_by is not None:
+            told = self._ended(ended_by)
+            if error is not None:
+                raise error from told
+            raise told
+
+    def _strand(self, error: BackendError | None) -> wire.Aborted | None:
+        """Say how far this side is and take the next proposal; or return what ended the update instead."""
+        header = self._header
+        assert header is not None
+        due = max(self._due, self._passed)
+        self._joining.strand(header.update, self._terms.receiver, due, "" if error is None else str(error))
+        while True:
+            deadline = Deadline(self._inlet.timeout, f"another backend from {self._inlet.name}")
+            try:
+                message = self._inlet.next(deadline)
+            except PeerError as lost:
+                if error is None or isinstance(lost, PeerLostError):
+                    raise
+                raise error from lost
+            match message:
+                case wire.Proposal():
+                    self._rejoin(message)
+                    self._rerouted = True
+                    return None
+                case wire.Aborted() if message.update == header.update:
+                    return message
+                case wire.Chunk() | wire.Commit() | wire.Reroute() | wire.Aborted():
+                    continue  # what was on its way
+                case _:
+                    raise self._unexpected(message)
+
+    def _rejoin(self, proposal: wire.Proposal) -> None:
+        self._joined = self._joining.again(proposal)
+        self._on_joined(self._joined)
 
     def report(self) -> None:
         """Report progress to the user's callable."""
         if self._progress is not None and self._header is not None:
-            total = self._manifest.nbytes
+            total = self._ledger.manifest.nbytes
             try:
-                self._progress(self._nbytes, None if total < 0 else total)
+                self._progress(self._ledger.nbytes, None if total < 0 else total)
             except Exception as error:
                 raise CallbackError(f"progress raised {type(error).__name__}: {error}") from error
 
@@ -186,19 +251,18 @@ class Receiving:
         """Tell the sender that the whole update has landed, and remember its plan."""
         header = self._header
         assert header is not None
-        if not self._manifest.known_plan:
-            self._memory.specs, self._memory.sizes, self._memory.plan = self.specs, self._sizes, self._plan
-            self._memory.manifest_id = self._manifest.manifest_id or manifest_id(self.specs)
-        self._inlet.send(wire.Applied(header.update, self._terms.receiver, self._seq, self._nbytes))
+        ledger = self._ledger
+        ledger.remember()
+        self._inlet.send(wire.Applied(header.update, self._terms.receiver, ledger.seq, ledger.nbytes))
         self.over = True
         return Update(
             version=header.version,
-            nbytes=self._nbytes,
+            nbytes=ledger.nbytes,
             seconds=time.monotonic() - self._start,
-            chunks=self._seq,
-            tensors=len(self.specs),
+            chunks=ledger.seq,
+            tensors=len(ledger.specs),
             backend=self._terms.backend,
-            metadata=self._manifest.metadata,
+            metadata=ledger.manifest.metadata,
             skipped=tuple(skipped),
             missing=tuple(missing),
             cast=tuple(cast),
@@ -216,15 +280,22 @@ class Receiving:
         self._inlet.send(wire.Failed(header.update, self._terms.receiver, code, text, torn))
         while not self.over:
             message = self._await("end of the failed update")
+            ended_by: wire.Message | None = message
             match message:
                 case wire.Chunk():
-                    self._discard(message)
-                case wire.Aborted() if message.update == header.update:
-                    self.over = True
+                    try:
+                        self._discard(message)
+                        continue
+                    except BackendError as error:
+                        ended_by = self._strand(error)
+                case wire.Reroute():
+                    ended_by = self._strand(None)
                 case wire.Commit() | wire.Aborted():
-                    continue
+                    pass
                 case _:
                     raise self._unexpected(message)
+            if isinstance(ended_by, wire.Aborted) and ended_by.update == header.update:
+                self.over = True
 
     @property
     def began(self) -> bool:
@@ -236,7 +307,7 @@ class Receiving:
         """What is known of the update from its beginning on."""
         if self._header is None:
             return None
-        told = self._manifest
+        told = self._ledger.manifest
         return Incoming(
             version=self._header.version,
             specs=None if self.streamed else tuple(self.specs),
@@ -244,84 +315,48 @@ class Receiving:
             metadata=told.metadata,
         )
 
-    @property
-    def streamed(self) -> bool:
-        """Whether the specs come with the chunks."""
-        return not self._manifest.manifest_id
-
     # -- chunks -------------------------------------------------------------------------------------------------------
 
-    def _open(self, begin: wire.Begin, header: wire.Chunk) -> tuple[Imported, tuple[Piece, ...], int]:
-        if (header.update, header.receiver, header.seq) != (begin.update, self._terms.receiver, self._seq):
+    def _open(self, begin: wire.Begin, header: wire.Chunk) -> tuple[Imported, tuple[Piece, ...], int] | None:
+        """Import a chunk; None for one that was taken before a reroute already."""
+        if (header.update, header.receiver) != (begin.update, self._terms.receiver):
             raise ProtocolError(
-                f"chunk {header.seq} of update {header.update} for receiver {header.receiver} came, where chunk "
-                f"{self._seq} of update {begin.update} for receiver {self._terms.receiver} was due"
+                f"a chunk of update {header.update} for receiver {header.receiver} came, where one of update "
+                f"{begin.update} for receiver {self._terms.receiver} was due"
             )
-        if header.specs:
-            if not self.streamed:
-                raise ProtocolError(f"chunk {header.seq} brings tensors that are not in the manifest")
-            check_specs(header.specs, self._dtypes, earlier=self._by_name)
-            self._grow(header.specs)
-        pieces = header.pieces
-        if self._manifest.known_plan:
-            plan = self._memory.plan
-            if pieces is not None or self._seq >= len(plan) or header.nbytes != used(plan[self._seq][0]):
-                raise ProtocolError(f"chunk {header.seq} does not follow the plan that both sides know")
-            pieces, nbytes = plan[self._seq]
-        else:
-            if pieces is None:
-                raise ProtocolError(f"chunk {header.seq} comes without its pieces")
-            self._cursor.advance(pieces, header.nbytes, self._sizes)
-            nbytes = sum(piece.nbytes for piece in pieces)
-            self._plan.append((pieces, nbytes))
-        self._seq += 1
-        self._last = header.last
-        deadline = Deadline(
-            self._inlet.timeout, f"chunk {header.seq} over {self._terms.backend} from {self._inlet.name}"
-        )
-        chunk = self._imports.open(header, deadline)
+        if self._rerouted and 0 <= header.seq < self._due:
+            self._discard(header)
+            return None
+        self._untaken = pieces, appended = self._untaken or self._ledger.admit(header)
+        if header.seq != self._due or header.nbytes != used(pieces):
+            raise ProtocolError(f"chunk {header.seq} came again with other bytes than before")
+        chunk = self.imports.open(header, self._opening(header))
+        self._untaken = None
         try:
             check_digest(self._terms, chunk)
         except TransportKitError:
-            self._imports.retire(chunk)
+            self.imports.retire(chunk)
             raise
-        self._nbytes += nbytes
-        return chunk, pieces, len(header.specs)
+        return chunk, pieces, appended
+
+    @property
+    def _due(self) -> int:
+        """The first chunk that has not been taken."""
+        return self._ledger.seq - (self._untaken is not None)
 
     def _discard(self, header: wire.Chunk) -> None:
-        """Pass over a chunk of an update that failed here; its slot goes back to the sender."""
-        deadline = Deadline(
-            self._inlet.timeout, f"chunk {header.seq} over {self._terms.backend} from {self._inlet.name}"
-        )
-        self._imports.settle()
-        self._imports.release(self._imports.open(header, deadline))
+        """Pass over a chunk that is not wanted; its slot goes back to the sender."""
+        self.imports.settle()
+        self.imports.release(self.imports.open(header, self._opening(header)))
+        self._passed = max(self._passed, header.seq + 1)
 
-    def _grow(self, specs: Sequence[TensorSpec]) -> None:
-        self.specs += specs
-        if self.streamed:
-            self._by_name.update((spec.name, spec) for spec in specs)
-        self._sizes += [wire_nbytes(spec) for spec in specs]
-
-    def _check_totals(self, begin: wire.Begin, commit: wire.Commit) -> None:
-        if not self._manifest.known_plan:
-            self._cursor.finish(self._sizes)
-        elif self._seq != len(self._memory.plan):
-            raise ProtocolError(
-                f"the update ended after {self._seq} of the {len(self._memory.plan)} chunks of its plan"
-            )
-        have = (begin.update, self._seq, self._nbytes, len(self.specs))
-        said = (commit.update, commit.chunks, commit.nbytes, commit.tensors)
-        if have != said:
-            raise ProtocolError(
-                f"the sender committed (update, chunks, bytes, tensors) {said}, but {have} arrived here"
-            )
-        if self.streamed and commit.manifest_id != manifest_id(self.specs):
-            raise ProtocolError("the tensors that arrived have another manifest than the sender committed")
+    def _opening(self, header: wire.Chunk) -> Deadline:
+        return Deadline(self._inlet.timeout, f"chunk {header.seq} over {self._terms.backend} from {self._inlet.name}")
 
     def _await(self, what: str) -> wire.Message:
-        self._imports.settle(need=what == "chunk" and not self._last)
+        self.imports.settle(need=what == "chunk" and not self._ledger.last)
         deadline = Deadline(self._inlet.timeout, f"{what} from {self._inlet.name}")
-        return self._inlet.next(deadline, idle=self._imports.settle if self._imports.held else None)
+        return self._inlet.next(deadline, idle=self.imports.settle if self.imports.held else None)
 
     def _ended(self, message: wire.Aborted) -> PeerFailedError:
         self.over = True

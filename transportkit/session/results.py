@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class Report:
-    """What `Sender.send` returns: every receiver has applied the update.
+    """What `Sender.send` returns: every receiver that is not named in `lost` has applied the update.
 
     Args:
         version: the update's version.
@@ -25,6 +25,7 @@ class Report:
         tensors: number of names.
         reroutes: in words, what was rerouted to another backend on the way; empty when nothing was.
         waited_for: per receiver, seconds that this side spent waiting for it.
+        lost: per receiver that the update did not reach, why; empty unless ``on_loss="continue"`` was given.
     """
 
     version: int
@@ -35,6 +36,7 @@ class Report:
     tensors: int
     reroutes: tuple[str, ...] = ()
     waited_for: Mapping[int, float] = attrs.field(factory=dict)
+    lost: Mapping[int, str] = attrs.field(factory=dict)
 
 
 @attrs.frozen(kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from torch import Tensor, nn
 
@@ -19,13 +19,15 @@ from transportkit.errors import (
 )
 from transportkit.link import as_link
 from transportkit.registry import choose
+from transportkit.session.admitting import admit
 from transportkit.session.gathering import Gathering
 from transportkit.session.guard import Guard
 from transportkit.session.lane import acknowledge
-from transportkit.session.opening import Opening
+from transportkit.session.opening import Ground, Opening
 from transportkit.session.options import Options, hello, options, per_call
 from transportkit.session.peers import Peers, code_of, unexpected
-from transportkit.session.sending import Plans, Sending
+from transportkit.session.plans import Plans
+from transportkit.session.sending import Sending
 from transportkit.session.sources import Post, Source, Static, Streamed, resolve
 from transportkit.site import read_site
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("transportkit")
 
+OnLoss = Literal["raise", "continue"]
 Sendable = nn.Module | Mapping[str, Tensor] | Source | Iterable[tuple[str, Tensor]]
 
 
@@ -70,10 +73,10 @@ class Sender:
         return self
 
     @classmethod
-    def listening(cls, address: str, receivers: int, wanted: Options) -> Self:
+    def listening(cls, address: str, receivers: int, wanted: Options, *, late: bool = False) -> Self:
         """A sender that listens for its receivers."""
         self = cls.__new__(cls)
-        self._prepare(address.partition(":")[0], receivers, wanted, {})
+        self._prepare(address.partition(":")[0], receivers, wanted, {}, late=late)
         self._links = []
         try:
             self._address = self._gathering.listen(address, wanted.authkey, wanted.timeout)
@@ -88,16 +91,18 @@ class Sender:
         self._prepare(links[0].kind, len(links), wanted, inherited)
         self._links: list[Link] = links
 
-    def _prepare(self, kind: str, receivers: int, wanted: Options, inherited: dict[str, object]) -> None:
+    def _prepare(
+        self, kind: str, receivers: int, wanted: Options, inherited: dict[str, object], *, late: bool = False
+    ) -> None:
         self._guard = Guard("Sender")
         self._options = wanted
-        self._inherited = inherited
         self._address = ""
-        self._choice = choose(read_site(kind), wanted.backends)
-        self._hello = hello("sender", wanted, self._choice, kind)
+        choice = choose(read_site(kind), wanted.backends)
         self._peers = Peers(wanted.timeout)
-        self._gathering = Gathering(self._peers, receivers, self._hello, self._choice)
+        self._ground = Ground(self._peers, hello("sender", wanted, choice, kind), choice, inherited)
+        self._gathering = Gathering(self._peers, receivers, self._ground.hello, choice, late=late)
         self._lanes: list[Lane] = []
+        self._again: frozenset[int] = frozenset()
         self._agreement: Agreement | None = None
         self._plans = Plans()
         self._previous: Layout | None = None
@@ -139,6 +144,50 @@ class Sender:
         return self._gathering.failures
 
     @property
+    def late(self) -> int:
+        """How many receivers have come beyond ``receivers=`` and wait for `admit`; always 0 without ``late=True``."""
+        return self._gathering.late
+
+    def admit(self, *, wait: float | None = None) -> tuple[int, ...]:
+        """Take in the receivers that came late and are held; the next update goes to them, too.
+
+        Those who are there already are not disturbed, but that their lanes take the newcomers in at the next update,
+        where one lane can serve them all.
+
+        Args:
+            wait: how long to wait for one to come, in seconds; by default not at all.
+
+        Returns:
+            The numbers of those who were taken in; empty where nobody had come.
+
+        Raises:
+            NegotiationError: no backend serves any of them; the session is as it was.
+        """
+        per_call(wait, None)
+        with self._guard.call("admit"):
+            self._open()
+            deadline = Deadline(wait or 0, "receiver that comes late", "wait")
+            newcomers = self._gathering.admit(deadline)
+            if not newcomers:
+                return ()
+            self._peers.on_message = self._take_late
+            first = 1 + max((lane.terms.lane for lane in self._lanes), default=-1)
+            agreed = admit(self._ground, newcomers, first)
+            if agreed is None:
+                return ()
+            agreement, lanes = agreed
+            shared = {lane.backend for lane in lanes if self._ground.choice.transports[lane.backend].fan_out}
+            olds = [lane for lane in self._lanes if lane.backend in shared]
+            backends = {lane.backend for lane in olds}
+            both = olds + [lane for lane in lanes if lane.backend in backends]
+            self._again |= {number for lane in both for number in lane.receivers}
+            self._lanes += lanes
+            self._agree(agreement)
+            numbers = tuple(sorted(each.receiver for each in agreement.assignments))
+            self._settle_in(self._peers[number] for number in numbers)
+            return numbers
+
+    @property
     def closed(self) -> str | None:
         """Why no further update can come over this session; None while it can."""
         return self._guard.closed
@@ -174,6 +223,7 @@ class Sender:
         *,
         version: int | None = None,
         post: Post | None = None,
+        on_loss: OnLoss = "raise",
         wait: float | None = None,
         progress: Progress | None = None,
         metadata: Mapping[str, str] | None = None,
@@ -185,6 +235,9 @@ class Sender:
                 tensors, a `Source`, or an iterable of (name, tensor). It is read once, in order, on this thread.
             version: of the update; by default one more than the last.
             post: ``post((name, tensor)) -> tensor``, applied to each before it is sent; may change dtype and shape.
+            on_loss: what becomes of the update where one of several receivers is lost or fails in it: ``"raise"`` ends
+                it for all; with ``"continue"`` it goes on for the others, `Report.lost` tells whom it did not reach,
+                and only the failure of the last one raises.
             wait: bounds waiting for the receivers to begin, in seconds; by default the session's.
             progress: called with (bytes done, bytes in all); by default the session's.
             metadata: text that travels with the update, to `Update.metadata`.
@@ -199,6 +252,8 @@ class Sender:
         """
         if version is not None and (type(version) is not int or not 0 <= version < 1 << 63):
             raise UsageError(f"version must be an integer from 0 to 2**63 - 1, not {version!r}")
+        if on_loss not in ("raise", "continue"):
+            raise UsageError(f'on_loss must be "raise" or "continue", not {on_loss!r}')
         per_call(wait, progress)
         data = _metadata(metadata)
         with self._guard.call("send"):
@@ -212,11 +267,14 @@ class Sender:
                 self._version + 1 if version is None else version,
                 resolved,
                 self._lanes,
-                self._peers,
+                self._ground,
                 self._plans,
                 data,
                 progress or self._options.progress,
                 deadline,
+                forgiving=on_loss == "continue",
+                again=self._again,
+                agreed=self._agree,
             )
             try:
                 report = sending.run()
@@ -225,6 +283,7 @@ class Sender:
                 raise
             finally:
                 self._peers.on_message = self._take_late
+                self._again = sending.again
                 if isinstance(resolved, Streamed):
                     resolved.pairs.close()
             self._version = report.version
@@ -240,6 +299,9 @@ class Sender:
                 peer.ready = False  # it may have said so once more before it saw the update
             case wire.Accept() | wire.Applied() | wire.Failed():
                 pass
+            case wire.Stranded():
+                peer.conversation.received(message)
+                self._again |= {peer.number}
             case _:
                 raise unexpected(message, peer.name)
 
@@ -274,15 +336,27 @@ class Sender:
                 self._end(error)
             raise
         try:
-            self._agreement, self._lanes = Opening(self._peers, self._hello, self._choice, self._inherited).run()
+            self._agreement, self._lanes = Opening(self._ground, self._peers.numbers).run()
         except BaseException as error:
             self._gathering.dismiss(error)
             if not self._address:
                 self._end(error)
             raise
-        for peer in self._peers:
+        self._settle_in(self._peers)
+
+    def _settle_in(self, peers: Iterable[Peer]) -> None:
+        for peer in peers:
             peer.link.renew_on_progress = True
             peer.link.control_limit = wire.CONTROL_FRAME_LIMIT
+
+    def _agree(self, agreement: Agreement) -> None:
+        """Some receivers have another lane now."""
+        assert self._agreement is not None
+        fresh = {each.receiver: each for each in agreement.assignments}
+        kept = [each for each in self._agreement.assignments if each.receiver in self._peers.numbers]
+        merged = {each.receiver: each for each in kept} | fresh
+        assignments = tuple(merged[number] for number in sorted(merged))
+        self._agreement = wire.Agreement(agreement.session, agreement.sender, assignments)
 
     def _finish(self, error: BaseException | None) -> None:
         if self._guard.closed is not None:
@@ -292,7 +366,7 @@ class Sender:
             return
         if self._guard.elsewhere:
             raise UsageError(f"{self._guard.running}() is running in another thread; `abort()` ends it")
-        if self._guard.running in ("send", "wait"):
+        if self._guard.running in ("send", "wait", "admit"):
             raise UsageError(f"close() was called within {self._guard.running}(); raise an exception to end it")
         self._end(error)
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import select
 from typing import TYPE_CHECKING
 
-from transportkit.errors import PeerLostError
+from transportkit.errors import BackendError, DeadlineError, PeerLostError
 from transportkit.link import CONTROL
 from transportkit.link import wait as wait_links
 from transportkit.transport import Wiring
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from msgspec import Raw
 
     from transportkit.deadline import Deadline
     from transportkit.link import Link
@@ -26,10 +28,23 @@ class LinkWiring(Wiring):
         links: the link of each receiver of the lane; an importer has one.
         inherited: what `Transport.inherit` made before the process started, or None.
         check: takes in what has come on the links and raises where the lane cannot go on.
+        signal: sends a signal of the handshake that is under way to a receiver, or, from one, to the sender.
+        allow_plaintext: what this side's user said.
     """
 
-    def __init__(self, site: Site, links: dict[int, Link], inherited: object | None, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        site: Site,
+        links: dict[int, Link],
+        inherited: object | None,
+        check: Callable[[], None],
+        signal: Callable[[int, Raw], None] | None = None,
+        *,
+        allow_plaintext: bool = False,
+    ) -> None:
         self.site = site
+        self.allow_plaintext = allow_plaintext
+        self._signal = signal
         self.inherited = inherited
         self.address = next((link.path for link in links.values() if link.path), "")
         self._links = links
@@ -47,9 +62,19 @@ class LinkWiring(Wiring):
                 return
             wait_links(list(self._links.values()), deadline, [fileno])
 
+    def local_host(self, receiver: int) -> str:
+        return self._links[receiver].local_host
+
+    def signal(self, receiver: int, data: Raw, deadline: Deadline) -> None:
+        if self._signal is None:
+            raise BackendError("signals travel in the handshake only")
+        self._signal(receiver, data)
+
     def send_payload(self, receiver: int, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:
         try:
             self._links[receiver].send_payload(parts, deadline)
+        except DeadlineError as error:  # half a payload may be out: the link is what failed, no other backend helps
+            raise DeadlineError(str(error), silent=True) from error
         except PeerLostError:
             self._check()  # it takes nothing more, yet what it said before it went may say why
             raise
@@ -67,4 +92,5 @@ class LinkWiring(Wiring):
             wait_links([link], deadline)
         if link.kind_at_hand() == CONTROL:
             self._check()
+            raise BackendError("the sender sent another message where the bytes of a chunk were due")
         return link

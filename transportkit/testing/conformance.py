@@ -7,12 +7,13 @@ from transportkit.testing.suite.contract import Contract
 from transportkit.testing.suite.deaths import Deaths
 from transportkit.testing.suite.declaration import Declaration
 from transportkit.testing.suite.endings import Endings
+from transportkit.testing.suite.failures import Failures
 from transportkit.testing.suite.hostility import Hostility
 from transportkit.testing.suite.sharing import Sharing
 from transportkit.testing.suite.values import Values
 
 
-class TransportConformance(Declaration, Contract, Endings, Values, Sharing, Bookkeeping, Hostility, Deaths):
+class TransportConformance(Declaration, Contract, Endings, Values, Failures, Sharing, Bookkeeping, Hostility, Deaths):
     """The conformance suite; see `transportkit.testing` for how to run it.
 
     Set ``backend`` to the name of an installed backend, or ``transport`` to a class that is not installed. The other

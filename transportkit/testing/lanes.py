@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import secrets
 from typing import TYPE_CHECKING, Self
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from transportkit.deadline import Deadline
+from transportkit.inheritance import bequeath, give_up
 from transportkit.lifecycle import Imported, Imports
 from transportkit.site import read_site, torch_version
 from transportkit.testing.calls import Call
@@ -20,6 +22,7 @@ from transportkit.wire import Chunk, Terms
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from msgspec import Raw
     from torch import Tensor
 
     from transportkit.transport import Exporter, Importer, Transport
@@ -69,7 +72,8 @@ class DirectLane:
         here = side_of(transport, read_site(kind), device=device)
         verdict = transport.match(here, here, frozenset())
         assert isinstance(verdict, Match), f"{transport.name} does not match this process with itself: {verdict}"
-        inherited = None if address else transport.inherit(multiprocessing.get_context("spawn"))
+        self._inherited = {} if address else bequeath({transport.name: transport}, multiprocessing.get_context("spawn"))
+        inherited = self._inherited.get(transport.name)
         self.transport = transport
         self.within = within
         self.acknowledged: list[Chunk] = []
@@ -98,13 +102,16 @@ class DirectLane:
         self.importers: list[Importer] = []
         self.imports: list[Imports] = []
         with contextlib.ExitStack() as undo:
+            undo.callback(give_up, self._inherited, "sender", "receiver")
             undo.callback(self.loopback.close)
             self.exporter: Exporter = transport.exporter(self.terms, self.loopback.exporter)
             undo.callback(self.exporter.close)
+            self.loopback.exporter.hear = self.exporter.hear
             for number in numbers:
                 importer = transport.importer(terms(number), self.loopback.importers[number])
                 undo.callback(importer.close)
                 self.importers.append(importer)
+                self.loopback.importers[number].hear = functools.partial(_hear, importer)
                 self.imports.append(Imports(importer, transport.name, slots, self.acknowledged.append))
             undo.pop_all()
 
@@ -178,6 +185,7 @@ class DirectLane:
         for imports in self.imports:
             imports.close()
         self.exporter.close()
+        give_up(self._inherited, "sender", "receiver")
         self.loopback.close()
 
     def __enter__(self) -> Self:
@@ -185,6 +193,10 @@ class DirectLane:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _hear(importer: Importer, receiver: int, data: Raw) -> None:
+    importer.hear(data)
 
 
 def _host(memory: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import threading
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 #: Threads and descriptors that come with the first child, and stay: of no backend's doing.
 _HELPERS = ("multiprocessing", "resource_tracker", "QueueFeederThread")
+
+
+#: Seconds that things have to go away after a test.
+GRACE = 3.0
 
 
 @attrs.frozen
@@ -55,17 +60,18 @@ class Holdings:
 
 
 @contextlib.contextmanager
-def nothing_left(*folders: Path, grace: float = 3.0) -> Iterator[None]:
+def nothing_left(*folders: Path, grace: float | None = None, hint: str = "") -> Iterator[None]:
     """Fail, with what it is, where this block leaves something behind.
 
     Args:
         folders: directories that must hold afterwards what they held before.
-        grace: seconds that things have to go away.
+        grace: seconds that things have to go away; by default `GRACE`.
+        hint: what to say in addition.
     """
     before = Holdings.now()
     files = {folder: set(os.listdir(folder)) for folder in folders}
     yield
-    end = time.monotonic() + grace
+    end = time.monotonic() + (GRACE if grace is None else grace)
     while True:
         left = Holdings.now().beyond(before)
         left += [str(folder / name) for folder in folders for name in sorted(set(os.listdir(folder)) - files[folder])]
@@ -73,7 +79,7 @@ def nothing_left(*folders: Path, grace: float = 3.0) -> Iterator[None]:
             break
         gc.collect()
         time.sleep(0.02)
-    assert not left, f"left behind: {'; '.join(left)}"
+    assert not left, f"left behind: {'; '.join(left)}{hint and f'; {hint}'}"
 
 
 def _of_others(name: str) -> bool:
@@ -87,7 +93,10 @@ def _of_others(name: str) -> bool:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Bytes of this process that are in memory, less what is garbage and what the allocator merely keeps."""
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 from typing import TYPE_CHECKING, Any, Self
 
 from transportkit.errors import TransportKitError, UsageError
+from transportkit.inheritance import bequeath, give_up
 from transportkit.link import SocketLink, pair_sockets
 from transportkit.session import Receiver, Sender, pair
 from transportkit.session.options import options
@@ -50,6 +51,7 @@ class Session:
         self.child: Child | None = None
         self._calls: list[Call[Any]] = []
         self._receiver: Receiver | None = None
+        self._inherited: dict[str, object] = {}
         if process:
             self.sender, theirs = pair(context_of("forkserver"), **keywords)
             self.child = Child(ends.receiving, theirs, backends=[transport], method="forkserver")
@@ -57,11 +59,10 @@ class Session:
         else:
             left, right = pair_sockets()
             self.outward = TamperedLink(SocketLink.over(left))
-            made = transport.inherit(multiprocessing.get_context("spawn"))
-            inherited = {} if made is None else {transport.name: made}
-            self.sender = Sender.over([self.outward], options(keywords), inherited)
+            self._inherited = bequeath({transport.name: transport}, multiprocessing.get_context("spawn"))
+            self.sender = Sender.over([self.outward], options(keywords), self._inherited)
             wanted = options({**keywords, **(receiver or {})})
-            self._receiver = Receiver.over(SocketLink.over(right), wanted, inherited)
+            self._receiver = Receiver.over(SocketLink.over(right), wanted, self._inherited)
             joining = self._begin(self._receiver.join)
         waiting = self._begin(self.sender.wait)
         try:
@@ -102,6 +103,7 @@ class Session:
         self._shut(self.sender)
         if self._receiver is not None:
             self._shut(self._receiver)
+        give_up(self._inherited, "sender", "receiver")
         if self.child is not None:
             with self.child as child, contextlib.suppress(OSError, EOFError, AssertionError):
                 child.tell(None)

@@ -28,7 +28,7 @@ class TamperedLink(Link):
         self._link = link
         self.change = change
         self.kind, self.path = link.kind, link.path
-        self.peer = link.peer
+        self.peer, self.local_host = link.peer, link.local_host
 
     def send(self, body: bytes, deadline: Deadline) -> None:
         changed = self._changed(body)

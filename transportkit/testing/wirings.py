@@ -7,6 +7,7 @@ and raise as the core's own wiring does, and need no session.
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import select
 import threading
@@ -17,7 +18,9 @@ from transportkit.site import read_site
 from transportkit.transport import Wiring
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from msgspec import Raw
 
     from transportkit.deadline import Deadline
     from transportkit.wire import Site
@@ -44,6 +47,12 @@ class WiringDouble(Wiring):
         self.inherited = inherited
         self.sent = 0
         """How many payload frames have been sent."""
+        self.allow_plaintext = True
+        self.hear: Callable[[int, Raw], None] | None = None
+        """This end's `Exporter.hear`, or its `Importer.hear` after its number; signals wait until it is set."""
+        self.ends: dict[int, WiringDouble] = {}
+        """Where signals go, by the number of the receiver."""
+        self._signals: collections.deque[tuple[int, Raw]] = collections.deque()
         self._channels = channels
         self._error: TransportKitError | None = None
         self._news = -1
@@ -52,6 +61,10 @@ class WiringDouble(Wiring):
     def fail(self, error: TransportKitError) -> None:
         """Every running and later wait of this end raises this. From any thread."""
         self._error = error
+        os.eventfd_write(self._news, 1)
+
+    def wake(self) -> None:
+        """The link has something to say that ends no wait. From any thread."""
         os.eventfd_write(self._news, 1)
 
     def lose(self) -> None:
@@ -72,8 +85,17 @@ class WiringDouble(Wiring):
         self.close()  # a test that fails may not have come to it
 
     def check(self) -> None:
+        while self.hear is not None and self._signals:
+            self.hear(*self._signals.popleft())
         if self._error is not None:
             raise self._error
+
+    def signal(self, receiver: int, data: Raw, deadline: Deadline) -> None:
+        self.check()
+        end = self.ends[receiver]
+        end._signals.append((receiver, data))
+        with contextlib.suppress(OSError):  # it is closed, and hears nothing more
+            os.eventfd_write(end._news, 1)
 
     def wait_readable(self, fileno: int, deadline: Deadline) -> None:
         poller = select.poll()
@@ -83,6 +105,9 @@ class WiringDouble(Wiring):
             self.check()
             left = deadline.remaining()
             ready = dict(poller.poll(None if left is None else left * 1000))
+            if self._news in ready and self._error is None:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._news)
             self.check()
             if fileno in ready:
                 return
@@ -142,6 +167,9 @@ class Loopback:
             number: WiringDouble(site, {number: channel}, address=address, inherited=inherited)
             for number, channel in channels.items()
         }
+        self.exporter.ends = self.importers
+        for number, wiring in self.importers.items():
+            wiring.ends = {number: self.exporter}
 
     def feed(self, receiver: int, frame: bytes) -> None:
         """Have a payload frame come to an importer that no exporter has sent."""

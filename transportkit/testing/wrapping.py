@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 #: The methods that a wrapped backend passes on.
 TRANSPORT_METHODS = ("probe", "match", "inherit", "exporter", "importer")
 EXPORTER_METHODS = (
-    "slots", "invite", "admit", "connect", "locate", "packing", "ready", "publish", "drop", "abort", "close",
+    "slots", "invite", "admit", "hear", "connect", "locate", "packing", "ready", "publish", "drop", "abort", "close",
 )  # fmt: skip
-IMPORTER_METHODS = ("join", "connect", "attach", "detach", "open", "reading", "release", "abort", "close")
+IMPORTER_METHODS = ("join", "hear", "connect", "attach", "detach", "open", "reading", "release", "abort", "close")
 
 
 def qualified(method: str) -> str:
@@ -132,6 +132,9 @@ class WrappedExporter(Exporter):
     def admit(self, receiver: int, reply: Raw) -> None:
         self._pass("admit", receiver, reply)
 
+    def hear(self, receiver: int, data: Raw) -> None:
+        self._pass("hear", receiver, data)
+
     def connect(self, deadline: Deadline) -> None:
         self._pass("connect", deadline)
 
@@ -149,6 +152,9 @@ class WrappedExporter(Exporter):
 
     def drop(self, receiver: int) -> None:
         self._pass("drop", receiver)
+
+    def reclaim(self, receiver: int, export: int, opened: bool) -> None:
+        self._pass("reclaim", receiver, export, opened)
 
     def abort(self) -> None:
         self._pass("abort")
@@ -170,6 +176,9 @@ class WrappedImporter(Importer):
 
     def join(self, invitation: Raw) -> Raw:
         return self._pass("join", invitation)  # type: ignore[no-any-return]
+
+    def hear(self, data: Raw) -> None:
+        self._pass("hear", data)
 
     def connect(self, deadline: Deadline) -> None:
         self._pass("connect", deadline)

@@ -3,7 +3,8 @@
 Every message is one tagged msgspec struct in MessagePack, in one frame. Unknown fields are ignored and missing ones
 take their defaults, so fields may be added within a major version; an unknown tag or another major version is refused.
 
-`terms` has what messages are made of, `greetings` those of a handshake, `updates` those of an update.
+`terms` has what messages are made of, `greetings` those of a handshake, `updates` those of an update, `letters` those
+of a mailbox.
 """
 
 from __future__ import annotations
@@ -24,6 +25,19 @@ from transportkit.wire.greetings import (
     Proof,
     Proposal,
     Refusal,
+    Signal,
+)
+from transportkit.wire.letters import (
+    SPOILED,
+    Admitted,
+    Enclosure,
+    Fragment,
+    Go,
+    Letter,
+    Mailbox,
+    Moved,
+    Taken,
+    Withdrawn,
 )
 from transportkit.wire.terms import (
     EMPTY,
@@ -57,6 +71,8 @@ from transportkit.wire.updates import (
     Manifest,
     Present,
     Ready,
+    Reroute,
+    Stranded,
     Waiting,
 )
 
@@ -66,9 +82,13 @@ __all__ = [
     "HANDSHAKE_FRAME_LIMIT",
     "PROTOCOL_NEWEST",
     "PROTOCOL_OLDEST",
+    "SIGNALS_LIMIT",
+    "SIGNAL_LIMIT",
+    "SPOILED",
     "Aborted",
     "Accept",
     "Ack",
+    "Admitted",
     "Agreed",
     "Agreement",
     "Applied",
@@ -80,15 +100,22 @@ __all__ = [
     "Connect",
     "Declined",
     "Digest",
+    "Enclosure",
     "Failed",
+    "Fragment",
+    "Go",
     "HandshakeMessage",
     "Hello",
     "Inspected",
     "Joined",
+    "Letter",
     "Limits",
     "Location",
+    "MailMessage",
+    "Mailbox",
     "Manifest",
     "Message",
+    "Moved",
     "Offer",
     "Piece",
     "Present",
@@ -96,8 +123,12 @@ __all__ = [
     "Proposal",
     "Ready",
     "Refusal",
+    "Reroute",
     "Role",
+    "Signal",
     "Site",
+    "Stranded",
+    "Taken",
     "TensorSpec",
     "Terms",
     "Unavailable",
@@ -105,6 +136,7 @@ __all__ = [
     "Verdict",
     "Waiting",
     "Wishes",
+    "Withdrawn",
     "check_versions",
     "decode",
     "decode_as",
@@ -117,15 +149,47 @@ __all__ = [
 HANDSHAKE_FRAME_LIMIT = 1 << 20
 CONTROL_FRAME_LIMIT = 1 << 28
 
+#: Longest signal of a backend, in bytes, and most of them from one side in one attempt of a handshake.
+SIGNAL_LIMIT = 1 << 17
+SIGNALS_LIMIT = 1 << 12
+
 #: Longest text of an error, in characters.
 TEXT_LIMIT = 1 << 14
 
 HandshakeMessage = (
-    Hello | Refusal | Proposal | Joined | Declined | Connect | Proof | Agreed | Inspected | Chunk | Ack | Waiting | Bye
+    Hello
+    | Refusal
+    | Proposal
+    | Joined
+    | Declined
+    | Connect
+    | Signal
+    | Proof
+    | Agreed
+    | Inspected
+    | Chunk
+    | Ack
+    | Waiting
+    | Bye
 )
 UpdateMessage = (
-    Ready | Begin | Present | Manifest | Accept | Chunk | Ack | Commit | Applied | Failed | Aborted | Waiting | Bye
+    Ready
+    | Begin
+    | Present
+    | Manifest
+    | Accept
+    | Chunk
+    | Ack
+    | Commit
+    | Applied
+    | Failed
+    | Aborted
+    | Reroute
+    | Stranded
+    | Waiting
+    | Bye
 )
+MailMessage = Admitted | Letter | Fragment | Enclosure | Withdrawn | Go | Moved | Taken | Ack | Waiting | Bye
 Message = (
     Hello
     | Refusal
@@ -133,6 +197,7 @@ Message = (
     | Joined
     | Declined
     | Connect
+    | Signal
     | Proof
     | Agreed
     | Inspected
@@ -147,6 +212,16 @@ Message = (
     | Applied
     | Failed
     | Aborted
+    | Reroute
+    | Stranded
+    | Admitted
+    | Letter
+    | Fragment
+    | Enclosure
+    | Withdrawn
+    | Go
+    | Moved
+    | Taken
     | Waiting
     | Bye
 )

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Raw, Struct
 
+from transportkit.wire.letters import Mailbox
 from transportkit.wire.terms import (
     EMPTY,
     PROTOCOL_NEWEST,
@@ -34,11 +35,13 @@ class Hello(Struct, frozen=True, tag="hello"):
     offers: tuple[Offer | Unavailable, ...]
     limits: Limits
     wishes: Wishes
-    intent: Literal["transfer", "inspect"] = "transfer"
+    intent: Literal["transfer", "inspect", "mail"] = "transfer"
     byteorder: Literal["little", "big"] = "little"
     """Of the elements in memory; tensors travel as they lie there."""
     timeout: Annotated[float, Meta(gt=0)] = 60.0
     """How long this side waits without progress, in seconds; the other says more often than that that it is alive."""
+    mailbox: Mailbox | None = None
+    """Of an outbox or inbox; None in a session."""
 
 
 class Refusal(Struct, frozen=True, tag="refusal"):
@@ -86,6 +89,14 @@ class Connect(Struct, frozen=True, tag="connect"):
 
     attempt: int
     receiver: int
+
+
+class Signal(Struct, frozen=True, tag="signal"):
+    """Either way, while the backend's two ends connect: a word of the backend's own, which needs no port for it."""
+
+    attempt: int
+    receiver: int
+    data: Raw = EMPTY
 
 
 class Proof(Struct, frozen=True, tag="proof"):

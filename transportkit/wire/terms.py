@@ -56,11 +56,13 @@ class Location(Struct, frozen=True):
         export: id of the exported memory they lie in; None for a backend that exports nothing.
         offset: first byte within that export.
         handle: the backend's own parameters; for an export, what `Importer.attach` is given.
+        supersedes: id of an earlier export whose place this one takes: nothing will be located in that one any more.
     """
 
     export: int | None = None
     offset: int = 0
     handle: Raw = EMPTY
+    supersedes: int | None = None
 
 
 class Site(Struct, frozen=True):

@@ -132,6 +132,26 @@ class Aborted(Struct, frozen=True, tag="aborted"):
     withdrawn: bool = False
 
 
+class Reroute(Struct, frozen=True, tag="reroute"):
+    """Sender to receiver: the lane's backend is given up in mid-update; say how far you are, a proposal follows."""
+
+    update: int
+
+
+class Stranded(Struct, frozen=True, tag="stranded"):
+    """Receiver to sender: nothing more of this update can come over this backend; said unasked, or when asked.
+
+    Args:
+        seq: the first chunk that has not been taken.
+        reason: what failed here; empty where this only answers `Reroute`.
+    """
+
+    update: int
+    receiver: int
+    seq: int
+    reason: str = ""
+
+
 class Waiting(Struct, frozen=True, tag="waiting"):
     """Either side: alive, waiting for the other or for others."""
 

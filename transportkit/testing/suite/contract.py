@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 
+from transportkit.errors import BackendError
 from transportkit.testing.leftovers import nothing_left
 from transportkit.testing.suite.subject import Subject
 
@@ -104,6 +105,10 @@ class Contract(Subject):
             lane.exporter.drop(1)
             lane.imports.pop().close()
             lane.importers.pop()
+            try:
+                lane.exporter.ready(0, lane.deadline("slot"))
+            except BackendError:
+                return  # before any header has left: the core moves the others to another backend
             for turn in range(4):
                 assert lane.carry(turn % 2, noise(400, seed=turn)) == [noise(400, seed=turn)]
 
@@ -117,7 +122,8 @@ class Contract(Subject):
             del lane
             gc.collect()
             spoil = [torch.full((5000,), 255, dtype=torch.uint8) for _ in range(50)]
-            assert [bytes(view.cpu().tolist()) for view in views] == [part[1:] for part in data]
+            seen = [bytes(view.cpu().tolist()) for view in views]
+            assert seen == [part[1:] for part in data], "`close` or `detach` freed memory that is still viewed"
             del views, spoil
 
     def test_slots_are_readable_between_abort_and_close(self) -> None:

@@ -160,7 +160,11 @@ class Deaths(Subject):
     def test_a_sender_that_dies_in_the_handshake_is_noticed(self, at: str, tmp_path: Path) -> None:
         transport = faulty(self.subject(), at=at, seconds=600)
         self.warmed()
-        with installed(transport), nothing_left(tmp_path):
+        hint = (
+            f"the sender was killed in `{at}`, so nothing that it does later, in `connect` or `close`, removes that; "
+            "use what has no name and goes with its last descriptor"
+        )
+        with installed(transport), nothing_left(tmp_path, hint=hint):
             theirs, receiver = pair(context_of("forkserver"), **self.keywords(backends=(transport.name,)))
             order = (keeping_files_in, str(tmp_path), wait_for_receivers, theirs)
             with Child(*order, backends=[transport], method="forkserver") as child:

@@ -97,10 +97,10 @@ class Declaration(Subject):
         for sender, receiver in ((side, other), (other, side), (other, other)):
             with nothing_left(grace=0.0):
                 answers = [transport.match(sender, receiver, frozenset()) for _ in range(3)]
-            assert answers[0] == answers[1] == answers[2]
+            assert answers[0] == answers[1] == answers[2], "match() says something else each time"
             if isinstance(answers[0], Mismatch):
-                assert answers[0].reason.strip()
-                assert "\n" not in answers[0].reason
+                assert answers[0].reason.strip(), "a Mismatch without a reason"
+                assert "\n" not in answers[0].reason, "the reason of a Mismatch is one clause, on one line"
             else:
                 assert isinstance(answers[0], Match)
 

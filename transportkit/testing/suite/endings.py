@@ -8,7 +8,7 @@ import time
 import pytest
 
 from transportkit.errors import DeadlineError, PeerLostError, TransportKitError
-from transportkit.testing.calls import bounded
+from transportkit.testing.calls import HungError, bounded
 from transportkit.testing.leftovers import nothing_left, resident
 from transportkit.testing.stalls import STALLS, Stall, StalledPair
 from transportkit.testing.suite.contract import noise
@@ -46,6 +46,21 @@ class Endings(Subject):
             bounded(1.0, pair.abort)
             assert time.monotonic() - before < 0.5, "abort() blocks"
             error = call.error(self.notice)
+            assert error is None or ours(error), repr(error)
+
+    @pytest.mark.parametrize("at", ["exporter.connect", "importer.connect"])
+    def test_abort_alone_ends_a_wait_in_connect(self, at: Stall) -> None:
+        with nothing_left(), self.stalled(at) as pair:
+            call = pair.start(self.patience)
+            call.wait(0.1)
+            bounded(1.0, pair.end.abort)
+            try:
+                error = call.error(self.notice)
+            except HungError as hung:
+                raise HungError(
+                    f"`abort` did not end `{at}`: it must wake whatever waits there for the other end, also where "
+                    f"nothing is wrong with the links (shut down the socket that is waited for, say); {hung}"
+                ) from hung
             assert error is None or ours(error), repr(error)
 
     @pytest.mark.parametrize("at", STALLS)
@@ -123,7 +138,8 @@ class Endings(Subject):
                 lane.connect()
                 lane.carry(0, bytes(1 << 20))
 
-        once()
+        for _ in range(4):  # until the allocator has a pool for each of the threads that take part
+            once()
         gc.collect()
         before = resident()
         with nothing_left():

@@ -20,6 +20,8 @@ from transportkit.wire import Chunk, Location, Piece, raw
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
+
     from transportkit import wire
 
 HUGE = (1 << 62) + 7
@@ -75,6 +77,15 @@ HEADERS: dict[str, Callable[[Chunk], Chunk]] = {
 }
 
 
+def _asked(header: Chunk, attached: Tensor | None) -> str:
+    """What a header asks for, in words."""
+    start, nbytes = header.location.offset, header.nbytes
+    if attached is None:
+        return f"a header of {nbytes} bytes at {header.location}"
+    inside = 0 <= start <= start + nbytes <= attached.numel()
+    return f"offset {start} and {nbytes} bytes, {'in' if inside else 'out'}side the attached {attached.numel()} bytes"
+
+
 class Hostility(Subject):
     """Headers, handles, invitations and replies that do not hold."""
 
@@ -90,18 +101,29 @@ class Hostility(Subject):
             (header,) = lane.pack(1, noise(300, seed=2))
             lane.exporter.publish(1, header, lane.deadline("room"))
             hostile = change(header)
-            importer, attached = lane.importers[0], None
+            importer, attached, step = lane.importers[0], None, "open"
             try:
                 if hostile.location.export is not None:
                     attached = lane.imports[0]._attached.get(hostile.location.export)
                     if attached is None:
+                        step = "attach"
                         attached = importer.attach(hostile.location.handle)
+                step = "open"
                 got = bounded(self.patience, importer.open, hostile, attached, lane.deadline("chunk", 1.0))
             except (TransportKitError, NotImplementedError):
                 return
+            except AssertionError:
+                raise
+            except Exception as error:
+                pytest.fail(
+                    f"`{step}` raised {error!r} for {_asked(hostile, attached)}; check what the header says before it "
+                    "is used, and raise `ProtocolError`"
+                )
             if tuple(got.shape) == (hostile.nbytes,):  # else the core refuses it
                 seen = bytes(got.cpu().tolist())[:300]
-                assert seen in (noise(300, seed=2), noise(300, seed=1)), "it reads elsewhere"
+                assert seen in (noise(300, seed=2), noise(300, seed=1)), (
+                    f"`open` accepted {_asked(hostile, attached)}, and read something else; raise `ProtocolError`"
+                )
 
     @pytest.mark.parametrize("kind", [*LOCATIONS, *HEADERS])
     def test_a_lie_in_a_session_ends_in_an_error_or_the_right_value(self, kind: str) -> None:
@@ -135,6 +157,20 @@ class Hostility(Subject):
                 for step, *args in (
                     (lane.exporter.admit, 0, msgspec.Raw(data)),
                     (lane.importers[0].join, msgspec.Raw(data)),
+                ):
+                    try:
+                        bounded(self.patience, step, *args)
+                    except TransportKitError:
+                        continue
+
+    @pytest.mark.parametrize("steps", ["invited", "connected"])
+    def test_signals_of_a_liar(self, steps: str) -> None:
+        for data in GARBAGE:
+            with nothing_left(), self.lane() as lane:
+                lane.connect() if steps == "connected" else lane.invite()
+                for step, *args in (
+                    (lane.exporter.hear, 0, msgspec.Raw(data)),
+                    (lane.importers[0].hear, msgspec.Raw(data)),
                 ):
                     try:
                         bounded(self.patience, step, *args)

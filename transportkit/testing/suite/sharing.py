@@ -162,7 +162,8 @@ class Sharing(Subject):
             del session, lease, sending
             gc.collect()
             spoil = [torch.full((4096,), 255, dtype=torch.uint8) for _ in range(50)]
-            assert [view.cpu().tolist() for view in kept] == [[n] * 4096 for n in range(2)]
+            seen = [view.cpu().tolist() for view in kept]
+            assert seen == [[n] * 4096 for n in range(2)], "`close` or `detach` freed memory that is still viewed"
             del kept, spoil
 
     def test_leaving_the_loop_early_is_told_and_frees_the_slots(self) -> None:

@@ -1,7 +1,9 @@
-"""The backend `shm`, for processes of one user on one host; the package itself holds nothing and imports nothing.
+"""The backends `shm` and `mpqueue`, for processes on one host; the package itself holds nothing and imports nothing.
 
-`transportkit_shm.shm` is the backend, `arena` the shared memory, `giver` and `taker` are the two sides of the
-`handover` of its descriptor, `faults` turns system errors into the library's own.
+`shm` and `mpqueue` are the backends, `mapped` is what their ends have in common, `arena` the shared memory, `faults`
+turns system errors into the library's own. For `shm`, `giver` and `taker` are the two sides of the `handover` of its
+descriptor. For `mpqueue`, `unnamed` is the memory's file, `descriptor_queue` what both processes inherit, `queue_ends`
+who puts and who waits there.
 """
 
 from __future__ import annotations

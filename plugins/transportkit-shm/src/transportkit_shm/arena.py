@@ -1,7 +1,7 @@
-"""The arena of the backend `shm`: one sealed anonymous memory file that holds all slots, and its mapping as a tensor.
+"""The arena: one anonymous memory file that holds all slots, and its mapping as a tensor.
 
-It has a descriptor only until it is mapped and handed over, and no name anywhere. How it is handed over does not
-belong here.
+It has a descriptor only until it is mapped and handed over, and no name anywhere. That of `shm` is made and sealed
+here, that of `mpqueue` in `unnamed`. How it is handed over does not belong here.
 
 A mapping lives exactly as long as the tensors that view it. `torch.frombuffer` keeps the Python object it was given
 alive and nothing more, so that object is a ctypes array whose death unmaps; there is no call that unmaps under a live
@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from transportkit import site
+from transportkit import mapped, site
 from transportkit.errors import BackendError, ResourceError
 from transportkit_shm.faults import NAME, fault, native
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 #: The name that `/proc/PID/maps` shows.
@@ -49,26 +51,10 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 @attrs.frozen
-class Layout:
-    """Where the slots of an arena lie; both sides derive it from the terms.
+class Layout(mapped.Layout):
+    """Where the slots of an arena lie; both sides derive it from the terms. Each begins a page."""
 
-    Args:
-        slots: number of slots.
-        chunk_bytes: size of a slot, in bytes.
-    """
-
-    slots: int
-    chunk_bytes: int
-
-    @property
-    def stride(self) -> int:
-        """Bytes from one slot to the next: whole pages."""
-        return -(-self.chunk_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the arena, in bytes."""
-        return self.slots * self.stride
+    alignment: int = mmap.PAGESIZE
 
 
 def open_memory() -> int:
@@ -83,7 +69,18 @@ def open_memory() -> int:
 
 
 def create(layout: Layout) -> int:
-    """Make an arena with all its memory and seal it; the caller closes the descriptor.
+    """Make an arena with all its memory and seal it; the caller closes the descriptor. Raises as `furnish`."""
+    return furnish(layout, open_memory, SEALS)
+
+
+def furnish(layout: Layout, open_file: Callable[[], int], seals: int = 0, backend: str = NAME) -> int:
+    """Make an arena of a new file with all its memory; the caller closes the descriptor.
+
+    Args:
+        layout: what it must hold.
+        open_file: makes the empty file; may raise `OSError`.
+        seals: put on it at last, where that is a memory file.
+        backend: named in errors.
 
     Raises:
         ResourceError: there is not enough memory, space or descriptors; the text says what was wanted.
@@ -96,14 +93,15 @@ def create(layout: Layout) -> int:
         raise ResourceError(
             f"{wanted} does not fit: {free} bytes are free and {RESERVE} of them are left alone; "
             "give a smaller `chunk_bytes=` or `slots=`",
-            backend=NAME,
+            backend=backend,
         )
-    with native(wanted):
-        memory = open_memory()
+    with native(wanted, backend):
+        memory = open_file()
         try:
             for offset in range(0, layout.nbytes, STEP):
                 os.posix_fallocate(memory, offset, min(STEP, layout.nbytes - offset))
-            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, SEALS)
+            if seals:
+                fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
         except BaseException:
             os.close(memory)
             raise
@@ -128,7 +126,7 @@ def check(memory: int, layout: Layout) -> None:
         )
 
 
-def map_whole(memory: int, layout: Layout) -> Tensor:
+def map_whole(memory: int, layout: Layout, backend: str = NAME) -> Tensor:
     """Map a checked arena: a uint8 tensor of shape ``(layout.nbytes,)``, unmapped when its last view dies.
 
     The pages are left to the first touch: filling the page tables here costs more than it saves later, and the
@@ -139,7 +137,7 @@ def map_whole(memory: int, layout: Layout) -> Tensor:
     address = _libc.mmap(None, layout.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, memory, 0)
     if address == _MAP_FAILED:
         code = ctypes.get_errno()
-        raise fault(f"mapping {layout.nbytes} bytes of shared memory", OSError(code, os.strerror(code)))
+        raise fault(f"mapping {layout.nbytes} bytes of shared memory", OSError(code, os.strerror(code)), backend)
     owner = (ctypes.c_uint8 * layout.nbytes).from_address(address)
     # Not at exit: daemon threads may still read then, and the kernel unmaps.
     weakref.finalize(owner, _libc.munmap, address, layout.nbytes).atexit = False

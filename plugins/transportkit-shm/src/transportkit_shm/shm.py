@@ -1,6 +1,6 @@
-"""The backend `shm`: slots in shared memory that every importer maps; only the contract's classes belong here.
+"""The backend `shm`: slots in sealed memory that every importer fetches; only the contract's classes belong here.
 
-Nothing moves after the handshake: a header says which slot of the arena to look at, and the slot is read in place.
+What its ends have in common with those of `mpqueue` is in `mapped`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from msgspec import Raw, Struct
 
-from transportkit.errors import BackendError, ProtocolError
 from transportkit.transport import (
     API_VERSION,
-    Exporter,
-    Importer,
     Match,
     Mismatch,
     Offer,
@@ -28,20 +25,13 @@ from transportkit.transport import (
     Unavailable,
     Wiring,
 )
-from transportkit.wire import EMPTY, Location, decode_as, raw
+from transportkit.wire import EMPTY, decode_as, raw
 from transportkit_shm import __version__
+from transportkit_shm.mapped import MappedExporter, MappedImporter, stopped
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
     from transportkit.deadline import Deadline
-    from transportkit.wire import Chunk
     from transportkit_shm.taker import Taker
-
-#: The id of the one export of a lane: its arena.
-EXPORT = 1
 
 
 class ShmOffer(Struct, frozen=True):
@@ -52,12 +42,6 @@ class ShmOffer(Struct, frozen=True):
     """
 
     overflow_uid: int = 65534
-
-
-class ShmHandle(Struct, frozen=True):
-    """The export: the size of the arena, in bytes."""
-
-    nbytes: int
 
 
 class ShmTransport(Transport):
@@ -118,7 +102,7 @@ class ShmTransport(Transport):
         return ShmImporter(terms, wiring)
 
 
-class ShmExporter(Exporter):
+class ShmExporter(MappedExporter):
     """Slots in an arena of its own.
 
     Raises:
@@ -126,29 +110,22 @@ class ShmExporter(Exporter):
         BackendError: the system refused it otherwise.
     """
 
+    backend: ClassVar[str] = ShmTransport.name
+
     def __init__(self, terms: Terms, wiring: Wiring) -> None:
         from transportkit_shm import arena
         from transportkit_shm.giver import Giver
 
         self._wiring = wiring
-        self._aborted = False
         layout = arena.Layout(terms.slots, terms.chunk_bytes)
         memory = arena.create(layout)
         try:
-            whole = arena.map_whole(memory, layout)
+            super().__init__(arena.map_whole(memory, layout), layout)
         except BaseException:
             os.close(memory)
             raise
-        starts = range(0, layout.nbytes, layout.stride)
-        handle = raw(ShmHandle(nbytes=layout.nbytes))
-        self._slots: tuple[Tensor, ...] = tuple(whole[start : start + layout.chunk_bytes] for start in starts)
-        self._locations = [Location(export=EXPORT, offset=start, handle=handle) for start in starts]
         self._giver = Giver(memory, terms.token, terms.receivers, terms.lane, wiring.address)
         self._invitation = raw(self._giver.invitation)
-
-    @property
-    def slots(self) -> Sequence[Tensor]:
-        return self._slots
 
     def invite(self, receiver: int) -> Raw:
         return self._invitation
@@ -157,39 +134,27 @@ class ShmExporter(Exporter):
         """Hand the arena's descriptor to every importer, then close it."""
         self._giver.serve(self._wiring, deadline)
 
-    def locate(self, slot: int, receiver: int) -> Location:
-        return self._locations[slot]
-
-    def ready(self, slot: int, deadline: Deadline) -> None:
-        if self._aborted:
-            raise _stopped()
-
     def drop(self, receiver: int) -> None:
         self._giver.drop(receiver)
 
     def abort(self) -> None:
-        self._aborted = True
+        super().abort()
         self._giver.abort()
 
     def close(self) -> None:
-        """Let go of the arena; it is unmapped when nothing views a slot any more."""
-        self._aborted = True
+        super().close()
         self._giver.close()
-        self._slots = ()
 
 
-class ShmImporter(Importer):
-    """A mapping of the exporter's arena."""
+class ShmImporter(MappedImporter):
+    """A mapping of the exporter's arena, whose descriptor it fetches."""
+
+    backend: ClassVar[str] = ShmTransport.name
 
     def __init__(self, terms: Terms, wiring: Wiring) -> None:
-        from transportkit_shm.arena import Layout
-
-        self._terms = terms
+        super().__init__(terms)
         self._wiring = wiring
-        self._layout = Layout(terms.slots, terms.chunk_bytes)
         self._taker: Taker | None = None
-        self._whole: Tensor | None = None
-        self._aborted = False
 
     def join(self, invitation: Raw) -> Raw:
         """Raises `ProtocolError` for an invitation that names no socket."""
@@ -210,7 +175,7 @@ class ShmImporter(Importer):
         from transportkit_shm import arena
 
         if self._aborted or self._taker is None:
-            raise _stopped()
+            raise stopped(self.backend)
         memory = self._taker.fetch(self._wiring, deadline)
         try:
             arena.check(memory, self._layout)
@@ -218,43 +183,15 @@ class ShmImporter(Importer):
         finally:
             os.close(memory)
 
-    def attach(self, handle: Raw) -> Tensor:
-        """The arena, a uint8 tensor of shape ``(slots * stride,)``, mapped until the last view of it dies."""
-        nbytes = decode_as(ShmHandle, handle).nbytes
-        whole, self._whole = self._whole, None
-        if whole is None or self._aborted:
-            raise _stopped()
-        if nbytes != whole.numel():
-            raise ProtocolError(f"the header names an arena of {nbytes} bytes, {whole.numel()} were agreed")
-        return whole
-
-    def detach(self, export: int) -> None:
-        """Nothing to do: the mapping goes with its last view, never before it."""
-
-    def open(self, header: Chunk, attached: Tensor | None, deadline: Deadline) -> Tensor:
-        """The chunk in place. Raises `ProtocolError` where the header points outside the arena."""
-        if self._aborted:
-            raise _stopped()
-        start, nbytes = header.location.offset, header.nbytes
-        if attached is None or header.location.export != EXPORT:
-            raise ProtocolError(f"the header names export {header.location.export}, the arena is export {EXPORT}")
-        if start < 0 or not 0 <= nbytes <= attached.numel() - start:
-            raise ProtocolError(
-                f"the header points at {nbytes} bytes from {start} on, the arena has {attached.numel()} bytes"
-            )
-        return attached[start : start + nbytes]
-
     def abort(self) -> None:
-        self._aborted = True
+        super().abort()
         if self._taker is not None:
             self._taker.abort()
 
     def close(self) -> None:
-        """Let go of the arena; it is unmapped when nothing views it any more."""
-        self._aborted = True
+        super().close()
         if self._taker is not None:
             self._taker.close()
-        self._whole = None
 
 
 def _missing() -> str:
@@ -270,7 +207,3 @@ def _missing() -> str:
 
 def _offer(side: Side) -> ShmOffer:
     return ShmOffer() if side.offer.params in (EMPTY, b"") else decode_as(ShmOffer, side.offer.params)
-
-
-def _stopped() -> BackendError:
-    return BackendError("this end of the shared memory was stopped", backend=ShmTransport.name)

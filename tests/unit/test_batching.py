@@ -1,0 +1,79 @@
+"""Copies made together give the same bytes as copies made one by one, in either direction."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from transportkit.batching import SMALL_BYTES, Batch
+from transportkit.chunk import plan, used
+from transportkit.manifest import static_manifest, wire_nbytes
+from transportkit.packing import Packer, Writer
+from transportkit.testing.samples import bulk, empty_like, prints, samples
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def everything() -> dict[str, torch.Tensor]:
+    return {**samples(), **bulk(30_000), "large": torch.arange(SMALL_BYTES + 8, dtype=torch.int64).to(torch.uint8)}
+
+
+@pytest.mark.parametrize("chunk_bytes", [100, 1000, 4097, 1 << 22])
+def test_batches_hold_the_same_bytes(chunk_bytes: int) -> None:
+    manifest = static_manifest(everything().items())
+    packer = Packer(manifest.tensors)
+    writer = Writer(manifest.specs, [[target] for target in empty_like(prints(everything())).values()])
+    batched = 0
+    for pieces in plan(list(map(wire_nbytes, manifest.specs)), chunk_bytes):
+        one_by_one, together = (torch.full((chunk_bytes + 64,), 9, dtype=torch.uint8)[: used(pieces)] for _ in range(2))
+        packer.pack(pieces, one_by_one)
+        packer._pack_on_device(pieces, together)
+        for piece in pieces:
+            assert torch.equal(*(slot[piece.offset : piece.offset + piece.nbytes] for slot in (one_by_one, together)))
+        batch = Batch(together)
+        batched += sum(batch.add(manifest.tensors[p.tensor], p.start, p.nbytes, p.offset) for p in pieces)
+        writer._unpack_on_device(pieces, together)
+    writer.finish()
+    assert batched > 50
+
+
+@pytest.mark.parametrize("chunk_bytes", [77, 5000])
+def test_batches_write_the_same_bytes(chunk_bytes: int) -> None:
+    tensors = everything()
+    manifest = static_manifest(tensors.items())
+    expected = prints(tensors)
+    targets, copies = empty_like(expected), empty_like(expected)
+    writer = Writer(manifest.specs, [[targets[name], copies[name]] for name in tensors])
+    versions = {name: target._version for name, target in targets.items() if target.numel()}
+    complete: list[int] = []
+    packer = Packer(manifest.tensors)
+    for pieces in plan(list(map(wire_nbytes, manifest.specs)), chunk_bytes):
+        slot = torch.empty(chunk_bytes, dtype=torch.uint8)[: used(pieces)]
+        packer._pack_on_device(pieces, slot)
+        complete += writer._unpack_on_device(pieces, slot)
+    writer.finish()
+    assert prints(targets) == prints(copies) == expected
+    assert complete == [index for index, spec in enumerate(manifest.specs) if spec.same_as is None]
+    for name, version in versions.items():
+        assert targets[name]._version > version, "autograd was not told"
+
+
+def test_what_does_not_suit_is_left_to_a_copy_of_its_own() -> None:
+    batch = Batch(torch.zeros(1 << 21, dtype=torch.uint8))
+    grid = torch.arange(12.0).view(3, 4)
+    for tensor in (grid.t(), torch.ones(3, dtype=torch.complex64).conj(), torch.ones(2).to("meta"), torch.empty(0)):
+        assert not batch.add(tensor, 0, tensor.numel() * tensor.itemsize, 0)
+    assert not batch.add(torch.zeros(SMALL_BYTES + 1, dtype=torch.uint8), 0, SMALL_BYTES + 1, 0)
+    assert batch.add(grid, 0, 48, 0)
+    assert not batch.add(grid.clone(), 0, 48, 0), "a second tensor for the same bytes"
+
+
+def test_a_batch_rewrites_no_bit() -> None:
+    patterns = torch.arange(65_536, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        slot = torch.zeros(patterns.numel() * 2, dtype=torch.uint8)
+        batch = Batch(slot)
+        with torch.inference_mode():
+            assert batch.add(patterns.view(dtype), 0, slot.numel(), 0)
+            batch.pack()
+        assert torch.equal(slot.view(torch.int16), patterns)

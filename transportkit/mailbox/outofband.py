@@ -1,0 +1,237 @@
+"""`OutOfBand`: for people who encode their messages themselves; sends the tensors in them, and nothing else.
+
+The bytes that their encoder makes travel however they like, and in whatever order. Where a tensor was they hold an
+extension value: which tensor of which message of which outbox it is, or the tensor's bytes where it went inline.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import typing
+from typing import TYPE_CHECKING, Any, Self
+
+import attrs
+import msgspec
+from msgspec import Struct
+from msgspec.msgpack import Ext
+
+from transportkit.deadline import Deadline
+from transportkit.errors import BackendError, DeadlineError, MessageError, PeerError, ProtocolError, UsageError
+from transportkit.mailbox.decoding import Decoder
+from transportkit.mailbox.encoding import Encoder, is_numeric
+from transportkit.mailbox.inbox import Inbox
+from transportkit.mailbox.outbox import Outbox
+from transportkit.mailbox.settings import DEFAULT_INLINE, seconds
+from transportkit.wire import decode_as
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_log = logging.getLogger("transportkit")
+
+#: The codes of the extension values: a tensor that travels through the outbox, and one that is right there.
+AWAY, HERE = 115, 116
+
+
+class Away(Struct, frozen=True, array_like=True):
+    """Which tensor it is."""
+
+    producer: str
+    message: int
+    tensor: int
+
+
+@attrs.frozen(kw_only=True)
+class OutOfBandStats:
+    """A look at the counters of an `OutOfBand`.
+
+    Args:
+        out_of_band: tensors that travelled through the outbox, or came from the inbox.
+        inline: tensors that travelled in the user's bytes because they are small.
+        inline_fallbacks: tensors that did so because the outbox did not take them.
+        waiting: at an inbox: messages whose tensors have come and are not all fetched.
+    """
+
+    out_of_band: int = 0
+    inline: int = 0
+    inline_fallbacks: int = 0
+    waiting: int = 0
+
+
+class OutOfBand:
+    """Hooks for a msgspec encoder at an outbox, or for a msgspec decoder at an inbox.
+
+    ``Encoder(enc_hook=hooks.enc_hook)`` sends each tensor above ``inline`` bytes as it meets it; within ``with hooks:``
+    all tensors that are met travel together, in one message, when the block ends. ``Decoder(type,
+    ext_hook=hooks.ext_hook)`` fetches them, in whatever order bytes are decoded. An inbox that is used by this should
+    be used by nothing else.
+
+    Args:
+        box: an `Outbox` or an `Inbox` without a type.
+        inline: tensors of at most so many bytes stay in the bytes.
+        timeout: at an outbox: how long a tensor waits for room before it goes inline, in seconds; by default not at
+            all. At an inbox: how long a tensor is waited for; by default the inbox's ``timeout``.
+    """
+
+    def __init__(self, box: Outbox | Inbox, *, inline: int = DEFAULT_INLINE, timeout: float | None = None) -> None:
+        if not isinstance(box, Outbox | Inbox):
+            raise UsageError(f"OutOfBand takes an Outbox or an Inbox, not {type(box).__name__}")
+        if isinstance(box, Inbox) and box.typed:
+            raise UsageError("OutOfBand takes an Inbox without a type: the type is the decoder's")
+        self._box = box
+        self._inline = inline
+        self._timeout = seconds(timeout)
+        self._lock = threading.RLock()
+        self._encoder = Encoder(0, 0)
+        self._decoder = Decoder(Any, box.device if isinstance(box, Inbox) else "cpu")
+        self._batch: list[Any] | None = None
+        self._number = 0
+        self._came: dict[tuple[str, int], dict[int, Any]] = {}
+        self._dropped: set[tuple[str, int]] = set()
+        self._away = self._small = self._fallbacks = 0
+
+    @property
+    def stats(self) -> OutOfBandStats:
+        return OutOfBandStats(
+            out_of_band=self._away, inline=self._small, inline_fallbacks=self._fallbacks, waiting=len(self._came)
+        )
+
+    # -- at an outbox -------------------------------------------------------------------------------------------------
+
+    def enc_hook(self, value: Any) -> Any:
+        """For `msgspec.msgpack.Encoder`: tensors, numpy arrays and numpy scalars.
+
+        Raises:
+            NotImplementedError: it is something else; a hook of your own may call this first.
+            UnsupportedTensorError: it does not travel.
+        """
+        if not is_numeric(value):
+            raise NotImplementedError(f"objects of type {type(value).__qualname__} are not for OutOfBand")
+        outbox = self._outbox()
+        with self._lock:
+            self._encoder.encode(value)  # raises where it does not travel
+            if value.nbytes <= self._inline:
+                self._small += 1
+                return self._here(value)
+            if self._batch is not None:
+                self._batch.append(value)
+                return Ext(AWAY, msgspec.msgpack.encode(Away(outbox.identity, self._number, len(self._batch) - 1)))
+            try:
+                number = outbox.put([value], timeout=self._timeout or 0)
+            except (DeadlineError, BackendError, PeerError) as error:
+                self._fallbacks += 1
+                _log.info("a tensor of %d bytes goes inline: %s", value.nbytes, error)
+                return self._here(value)
+            self._away += 1
+            return Ext(AWAY, msgspec.msgpack.encode(Away(outbox.identity, number, 0)))
+
+    def __enter__(self) -> Self:
+        """Begin a batch. Other threads that put through this outbox wait until it ends."""
+        outbox = self._outbox()
+        self._lock.acquire()
+        try:
+            self._number = outbox.reserve()
+        except BaseException:
+            self._lock.release()
+            raise
+        self._batch = []
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Put the batch; raises what `Outbox.put` raises, and then the bytes that were made are worth nothing."""
+        outbox = self._outbox()
+        batch, self._batch = self._batch, None
+        try:
+            if error is None and batch:
+                number = outbox.put(batch, timeout=self._timeout)
+                self._away += len(batch)
+                if number != self._number:
+                    raise MessageError(
+                        f"the tensors went as message {number} instead of {self._number}, since the backend failed "
+                        "meanwhile; encode once more"
+                    )
+        finally:
+            outbox.unreserve()
+            self._lock.release()
+
+    def _here(self, value: Any) -> Ext:
+        return Ext(HERE, self._encoder.encode(value, all_inline=True).body)
+
+    def _outbox(self) -> Outbox:
+        if not isinstance(self._box, Outbox):
+            raise UsageError("this OutOfBand is that of an Inbox: it decodes")
+        return self._box
+
+    # -- at an inbox --------------------------------------------------------------------------------------------------
+
+    def ext_hook(self, code: int, data: memoryview) -> Any:
+        """For `msgspec.msgpack.Decoder`: the tensor that is meant; other codes give `msgspec.msgpack.Ext`.
+
+        Raises:
+            DeadlineError: it has not come within ``timeout``.
+            MessageError: it was fetched or dropped already.
+            ProtocolError: these are no bytes of an `OutOfBand`.
+        """
+        if code == HERE:
+            return self._decoder.decode(bytes(data), _Nothing())
+        if code == AWAY:
+            which = decode_as(Away, bytes(data))
+            return self.fetch(which.producer, which.message, which.tensor)
+        return Ext(code, bytes(data))
+
+    def dec_hook(self, kind: Any, value: Any) -> Any:
+        """For decoders that have one: what `ext_hook` gave is what was annotated. Raises `NotImplementedError` else."""
+        if isinstance(value, typing.get_origin(kind) or kind):
+            return value
+        raise NotImplementedError(f"expected {kind}, got {type(value).__qualname__}")
+
+    def fetch(self, producer: str, message: int, tensor: int) -> Any:
+        """One tensor, by its numbers; each once."""
+        key = producer, message
+        with self._lock:
+            self._await(key)
+            tensors = self._came[key]
+            try:
+                value = tensors.pop(tensor)
+            except KeyError:
+                raise MessageError(
+                    f"tensor {tensor} of message {message} of {producer} did not come, or was fetched already",
+                    producer=producer,
+                    number=message,
+                ) from None
+            if not tensors:
+                del self._came[key]
+            self._away += 1
+            return value
+
+    def drop(self, producer: str, message: int) -> None:
+        """Nobody will ask for the tensors of this message: they are dropped, also where they are still to come."""
+        with self._lock:
+            if self._came.pop((producer, message), None) is None:
+                self._dropped.add((producer, message))
+
+    def _await(self, key: tuple[str, int]) -> None:
+        inbox = self._box
+        if not isinstance(inbox, Inbox):
+            raise UsageError("this OutOfBand is that of an Outbox: it encodes")
+        deadline = Deadline(inbox.patience if self._timeout is None else self._timeout, "tensor")
+        while key not in self._came:
+            left = deadline.remaining()
+            value = inbox.get(left)
+            last = inbox.last
+            assert last is not None
+            if not isinstance(value, list):
+                raise ProtocolError(f"message {last.number} of {last.producer} is not one of an OutOfBand")
+            came = last.producer, last.number
+            if came in self._dropped:
+                self._dropped.discard(came)
+                continue
+            self._came[came] = dict(enumerate(value))
+
+
+class _Nothing:
+    """No tensors: those that are inline need none."""
+
+    def tensor(self, ref: object, device: object) -> Any:
+        raise ProtocolError("bytes that hold no tensors name one")

@@ -1,0 +1,323 @@
+"""Rerouting at the sender: where a backend fails in mid-update, its receivers go on over the next agreed candidate.
+
+Each receiver names the first chunk that it has not taken. What is to come again still lies in the old lane's slots:
+a slot is free only after every reader's word.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from transportkit import wire
+from transportkit.errors import (
+    BackendError,
+    DeadlineError,
+    PeerError,
+    PeerFailedError,
+    ProtocolError,
+    TransportKitError,
+)
+from transportkit.session.opening import Ground, Opening
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import Tensor
+
+    from transportkit.session.lane import Lane, Sent
+    from transportkit.session.roster import Roster
+    from transportkit.session.stream import Stream
+
+_log = logging.getLogger("transportkit")
+
+FAILURES = (BackendError, DeadlineError, PeerError)
+"""What a call of a lane's exporter may raise that is no fault of the update's own."""
+
+
+class Rerouting:
+    """The reroutes of one update.
+
+    Args:
+        update: number of the update in the session.
+        ground: what the session's handshakes stand on.
+        lanes: the session's lanes, changed in place.
+        roster: who is in the update.
+        agreed: called with each new agreement.
+    """
+
+    def __init__(
+        self,
+        update: int,
+        ground: Ground,
+        lanes: list[Lane],
+        roster: Roster,
+        agreed: Callable[[wire.Agreement], None],
+    ) -> None:
+        self._update = update
+        self._ground = ground
+        self._peers = ground.peers
+        self._lanes = lanes
+        self._roster = roster
+        self._agreed = agreed
+        self._strikes: dict[tuple[int, str], str] = {}
+        self.again: set[int] = set()
+        """The receivers whose lanes are for this update only."""
+        self.told: list[str] = []
+        """Each reroute, in words."""
+
+    def stranded(self, lane: Lane) -> bool:
+        """Whether one of the lane's receivers has said that its backend failed there."""
+        return any(
+            (peer := self._peers.find(number)) is not None and peer.stranded is not None for number in lane.receivers
+        )
+
+    def forget_stranded(self, streams: Iterable[Stream] = ()) -> None:
+        """Those who are stranded and on none of these streams need no other lane in this update."""
+        carried = {number for stream in streams for number in stream.receivers}
+        for peer in self._peers:
+            if peer.stranded is not None and peer.number not in carried:
+                peer.stranded = None
+                self.again.add(peer.number)
+
+    def run(self, stream: Stream, lane: Lane, error: TransportKitError | None) -> list[Lane]:
+        """Give a lane up and go on over others.
+
+        Args:
+            stream: what it carries.
+            error: what failed on this side; None where it failed at a receiver, which has said so.
+
+        Returns:
+            The new lanes: what was sent and not taken is out over them, and each has a slot at hand that holds what the
+            old one's held. None where nobody needs them.
+
+        Raises:
+            BackendError, PeerFailedError: there is no other candidate; what failed, here or there.
+            PeerError, DeadlineError: a receiver was lost meanwhile.
+        """
+        return self._move(stream, lane, error, {}, None)
+
+    def _move(
+        self,
+        stream: Stream,
+        lane: Lane,
+        error: TransportKitError | None,
+        held: dict[int, Sent],
+        partial: Tensor | None,
+    ) -> list[Lane]:
+        moving = [number for number in lane.receivers if number not in self._roster.applied]
+        reason = self._strike(lane, error)
+        if not moving:
+            stream.remove(lane)
+            return []
+        self._check_candidates(lane, moving, error, reason)
+        _log.warning("update %s: backend %s failed: %s", self._update, lane.backend, reason)
+        lane.exporter.abort()
+        held = held | lane.outstanding(self._update)
+        at_hand = stream.at_hand(lane)
+        partial = partial if at_hand is None else at_hand
+        oldest = stream.seq
+        while oldest - 1 in held:
+            oldest -= 1
+        first = self._ask(moving, range(oldest, stream.seq + 1))
+        fresh = self._open(lane, first, reason)
+        stream.remove(lane)
+        self._part(lane, first)
+        done: list[Lane] = []
+        try:
+            for new in fresh:
+                stream.add(new)
+                done += self._carry_on(stream, new, held, first, partial)
+        finally:
+            if not lane.receivers:
+                _close(lane)
+        return done
+
+    def _carry_on(
+        self, stream: Stream, new: Lane, held: dict[int, Sent], first: dict[int, int], partial: Tensor | None
+    ) -> list[Lane]:
+        """Bring a new lane to where the old one was, or whichever others it is moved to meanwhile."""
+        try:
+            self._replay(stream, new, held, min(first[number] for number in new.receivers), partial)
+        except FAILURES as failure:
+            if isinstance(failure, DeadlineError) and failure.silent:
+                raise
+            self._roster.settle()
+            if new.receivers:
+                return self._move(stream, new, failure, held, partial)
+        if new.receivers:
+            return [new]
+        stream.remove(new)
+        return []
+
+    def _strike(self, lane: Lane, error: TransportKitError | None) -> str:
+        """Note whom the backend does not serve any more in this update; returns why, in words."""
+        there = {
+            number: peer.stranded.reason
+            for number in lane.receivers
+            if (peer := self._peers.find(number)) is not None and peer.stranded is not None and peer.stranded.reason
+        }
+        reason = "; ".join(f"receiver {n}: {text}" for n, text in there.items()) or str(error)
+        if lane.bereft:  # of a receiver that was lost, which is nobody else's fault
+            return reason
+        for number in there or lane.receivers:
+            text = there.get(number, reason)
+            self._strikes[number, lane.backend] = wire.plain(f"failed in update {self._update}: {text}")
+        return reason
+
+    def _opening(self, lane: Lane, moving: Sequence[int]) -> Opening:
+        return Opening(
+            self._ground,
+            moving,
+            strikes=self._strikes,
+            first_lane=1 + max(each.terms.lane for each in (lane, *self._lanes)),
+            chunk_bytes=lane.terms.chunk_bytes,
+        )
+
+    def _check_candidates(
+        self, lane: Lane, moving: Sequence[int], error: TransportKitError | None, reason: str
+    ) -> None:
+        """Raise what failed where nothing else is left to try."""
+        if not isinstance(self._opening(lane, moving).negotiate(), wire.Refusal):
+            return
+        if error is not None:
+            raise error
+        culprit = next(p for n in moving if (p := self._peers[n]).stranded is not None)
+        text = f"{reason}; no other backend is left to go on with"
+        raise PeerFailedError(
+            f"{culprit.name} failed: BackendError: {text}", peer=culprit.name, code="BackendError", text=text
+        )
+
+    def _ask(self, moving: Sequence[int], possible: range) -> dict[int, int]:
+        """The first chunk that each of them has not taken; without those that are lost meanwhile.
+
+        Args:
+            possible: what they may say: the others they have acknowledged, or were never sent.
+        """
+        for peer in map(self._peers.__getitem__, moving):
+            if peer.stranded is None:
+                self._peers.send(peer, wire.Reroute(self._update))
+
+        def silent() -> list[int]:
+            there = [each for n in moving if (each := self._peers.find(n)) is not None and each.stranded is None]
+            return [each.number for each in there if each.number not in self._roster.applied]
+
+        while silent():
+            self._peers.wait(lambda: self._gone() or not silent(), silent, "word how far it is")
+            self._roster.settle()
+        first = {}
+        for peer in [each for n in moving if (each := self._peers.find(n)) is not None]:
+            if peer.stranded is None:
+                continue  # its word that it has applied the update was on its way
+            seq, peer.stranded = peer.stranded.seq, None
+            if seq in possible:
+                first[peer.number] = seq
+            else:
+                peer.gone = ProtocolError(f"{peer.name} says that it has not taken chunk {seq}, which cannot be")
+        self._roster.settle()
+        return first
+
+    def _gone(self) -> bool:
+        return any(peer.gone is not None for peer in self._peers)
+
+    def _open(self, lane: Lane, first: dict[int, int], reason: str) -> list[Lane]:
+        """Agree anew with those of a lane."""
+        agreed = agree(self._roster, first, lambda left: self._opening(lane, left))
+        if agreed is None:
+            return []
+        agreement, fresh = agreed
+        self._lanes += fresh
+        self._agreed(agreement)
+        for each in agreement.assignments:
+            chunk = first[each.receiver]
+            self.told.append(f"receiver {each.receiver}: {lane.backend} to {each.backend} from chunk {chunk}: {reason}")
+        if any(each.backend != lane.backend for each in agreement.assignments):
+            self.again.update(first)
+        return fresh
+
+    def _replay(self, stream: Stream, new: Lane, held: dict[int, Sent], first: int, partial: Tensor | None) -> None:
+        """Send again what was not taken, and copy what the slot at hand held."""
+        for seq in range(first, stream.seq):
+            sent = held[seq]
+            slot = self._slot(new)
+            if slot is None:
+                return
+            self._copy(new, slot, sent.memory)
+            new.emit(
+                slot,
+                self._update,
+                seq,
+                sent.memory.numel(),
+                last=sent.last,
+                pieces=sent.pieces,
+                specs=sent.specs,
+                known=sent.digest,
+            )
+        if partial is not None:
+            slot = self._slot(new)
+            if slot is not None:
+                stream.give(new, slot)
+                self._copy(new, slot, partial)
+
+    def _slot(self, lane: Lane) -> int | None:
+        """A slot of the lane, waited for; None when its last receiver is lost meanwhile."""
+        while lane.receivers:
+            slot = lane.pool.acquire()
+            if slot is not None:
+                return slot
+            self._peers.wait(
+                lambda: lane.pool.free > 0 or self._gone() or self.stranded(lane),
+                lane.pool.debtors,
+                "word for a chunk",
+            )
+            if self._gone():
+                self._roster.settle()
+            if self.stranded(lane):
+                raise BackendError(f"backend {lane.backend} failed at a receiver", backend=lane.backend)
+        return None
+
+    @staticmethod
+    def _copy(lane: Lane, slot: int, memory: Tensor) -> None:
+        if memory.is_cuda:
+            torch.cuda.synchronize(memory.device)  # the stream that filled it is the old exporter's
+        with lane.packing(slot):
+            lane.slots[slot][: memory.numel()].copy_(memory)
+
+    def _part(self, lane: Lane, moved: Sequence[int] | dict[int, int]) -> None:
+        """These have another lane now; the old one stays only where somebody is still on it, who is through."""
+        for number in [number for number in moved if number in lane.receivers]:
+            try:
+                lane.drop(number)
+            except BackendError as error:
+                _log.info("backend %s: dropping receiver %s failed: %s", lane.backend, number, error)
+        if lane.receivers:
+            self.again.update(lane.receivers, moved)
+        elif lane in self._lanes:
+            self._lanes.remove(lane)
+
+
+def agree(
+    roster: Roster, numbers: Iterable[int], opening: Callable[[list[int]], Opening]
+) -> tuple[wire.Agreement, list[Lane]] | None:
+    """Agree with these receivers in the course of an update, or with those that are not lost meanwhile.
+
+    Raises what `Opening.run` raises, unless it stands for a loss after which the update goes on.
+    """
+    left = list(numbers)
+    while left:
+        try:
+            return opening(left).run()
+        except (PeerError, DeadlineError):
+            roster.settle()
+            if left == (left := [number for number in left if roster.here(number)]):
+                raise
+    return None
+
+
+def _close(lane: Lane) -> None:
+    try:
+        lane.close()
+    except BackendError as error:
+        _log.warning("closing backend %s failed: %s", lane.backend, error)
