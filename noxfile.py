@@ -123,7 +123,7 @@ def gpu(session: nox.Session) -> None:
 def ray(session: nox.Session) -> None:
     """The documentation's example of Ray actors, run for real."""
     session.install(*KNOWN_GOOD, "--group=tests", "ray", ".[cli,testing]", *(f"./{plugin}" for plugin in PLUGINS))
-    session.run("pytest", "tests/ray", *session.posargs, env=INSTALLED_ONLY)
+    session.run("pytest", "tests/with_ray", *session.posargs, env=INSTALLED_ONLY)
 
 
 @nox.session

@@ -31,6 +31,8 @@ class Batch:
 
     def __init__(self, flat: Tensor) -> None:
         self._flat = flat
+        self._device = flat.device
+        self._marks = flat.data_ptr() | int(flat.storage_offset())
         self._ranges: dict[int, list[tuple[int, int]]] = {}
         """For each width of word, where the ranges lie in the flat memory: offset and length, in words."""
         self._tensors: dict[int, list[Tensor]] = {}
@@ -43,20 +45,21 @@ class Batch:
             tensor: whose bytes from ``start`` on, ``nbytes`` of them, lie at ``offset`` of the flat memory. Offsets
                 do not descend from one call to the next.
         """
-        if not 0 < nbytes <= SMALL_BYTES or tensor.device != self._flat.device:
+        if not 0 < nbytes <= SMALL_BYTES or tensor.device != self._device:
             return False
         if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
             return False
-        ours = flat_bytes(tensor)
-        if nbytes != ours.numel():
-            ours = ours[start : start + nbytes]
-        marks = ours.data_ptr() | int(ours.storage_offset()) | nbytes | offset
-        marks |= self._flat.data_ptr() | int(self._flat.storage_offset())
+        marks = tensor.data_ptr() + start | int(tensor.storage_offset()) * tensor.itemsize + start | nbytes | offset
+        marks |= self._marks
         width = min(marks & -marks, 8)
         ranges = self._ranges.setdefault(width, [])
         if ranges and offset // width < sum(ranges[-1]):  # a second tensor for the same bytes
             return False
         ranges.append((offset // width, nbytes // width))
+        if nbytes == tensor.nbytes:  # `Tensor.view` would keep the odd stride of a dimension of size 1
+            ours = tensor.as_strided((tensor.numel(),), (1,))
+        else:
+            ours = flat_bytes(tensor)[start : start + nbytes]
         self._tensors.setdefault(width, []).append(ours.view(_WORDS[width]))
         return True
 

@@ -245,9 +245,9 @@ class Exporter(abc.ABC):
     def reclaim(self, receiver: int, export: int, opened: bool) -> None:
         """This export is over for this receiver: what was counted or kept for it may be given back. Does not block.
 
-        Called exactly once for each export that `locate` named to a receiver: when its importer has detached it, because
-        another one superseded it; after `drop`; or before `close`. In the last two cases the importer's process may
-        have it mapped still.
+        Called exactly once for each export that `locate` named to a receiver: when its importer has detached it, as it
+        was superseded; after `drop`; or before `close`. In the last two cases the importer's process may have it mapped
+        still.
 
         Args:
             opened: whether that importer is known to have opened it; if not, it may never have heard of it.

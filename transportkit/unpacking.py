@@ -110,7 +110,10 @@ class Writer:
         self._lengths = list(map(len, targets))
         self._prints = layout_prints(list(chain.from_iterable(targets)))
         self._simple: bool | None = None
-        """Whether `resume` can serve: all targets are plain, and were given to the constructor; known on release."""
+        """Whether `resume` can serve: all targets are contiguous and of their specs' dtypes, and were given to the
+        constructor; known on release."""
+        self._elsewhere = False
+        """Whether some of those are not in host memory; known on release."""
         self._storages: list[torch.UntypedStorage] = []
         self._resumed: list[Tensor] | None = None
         """The targets of `resume`; autograd learns of the writes to all of them at the first."""
@@ -198,7 +201,8 @@ class Writer:
     def release(self) -> None:
         """Let go of every target, until `resume`; only addresses and layouts are kept."""
         if self._simple is None:
-            self._simple = self._lengths is not None and not any(self._others)
+            self._elsewhere = any(self._others)
+            self._simple = self._lengths is not None and all(map(self._flat, self._specs, self._others))
         self._resumed = None
         self._counted = []
         self._storages = []
@@ -206,6 +210,12 @@ class Writer:
         self._plain = [()] * len(self._specs)
         self._others = list(self._plain)
         self._versioned = list(self._plain)
+
+    @staticmethod
+    def _flat(spec: TensorSpec, targets: tuple[Tensor, ...]) -> bool:
+        """Whether these take the spec's bytes as they come."""
+        dtype = dtype_of(spec.dtype) if targets else None
+        return all(t.dtype == dtype and t.is_contiguous() and not t.is_neg() and not t.is_conj() for t in targets)
 
     @uncollected()
     def resume(self, flat: list[Tensor]) -> bool:
@@ -215,8 +225,8 @@ class Writer:
             flat: the targets of every spec in order.
 
         Returns:
-            False, with nothing taken, unless they are contiguous host memory, at the same addresses and in the same
-            layout as those given to the constructor.
+            False, with nothing taken, unless they are contiguous, at the same addresses and in the same layout as those
+            given to the constructor.
         """
         if not self._simple or self._lengths is None:
             return False
@@ -246,14 +256,19 @@ class Writer:
             return False
 
     def _spread(self) -> None:
-        """Give every spec its resumed targets, for chunks that are not in host memory."""
+        """Give every spec its resumed targets, where chunks or targets are not in host memory."""
         assert self._resumed is not None
         assert self._lengths is not None
         rest = iter(self._resumed)
-        self._plain = [tuple(islice(rest, length)) for length in self._lengths]
+        each = [tuple(islice(rest, length)) for length in self._lengths]
         for index, first in self._aliases:
-            self._plain[first] += self._plain[index]
-        self._versioned = [tuple(target for target in each if not target.is_inference()) for each in self._plain]
+            each[first] += each[index]
+        if self._elsewhere:
+            self._plain = [tuple(filter(plain_address, targets)) for targets in each]
+            self._others = [tuple(t for t in targets if not plain_address(t) and t.numel()) for targets in each]
+        else:
+            self._plain = each
+        self._versioned = [tuple(target for target in targets if not target.is_inference()) for targets in each]
         self._resumed = None
 
     def reset(self) -> None:
@@ -274,7 +289,7 @@ class Writer:
             raise ProtocolError(f"a chunk of {chunk.numel()} bytes came, its pieces have {used(pieces)}")
         base = chunk.data_ptr() if chunk.is_cpu else 0
         if self._resumed is not None:
-            if base:
+            if base and not self._elsewhere:
                 return self._unpack_resumed(pieces, base)
             self._spread()
         if not base:

@@ -14,7 +14,7 @@ class Trainer:
 
     def __init__(self, workers: int) -> None:
         self.model = torch.nn.Linear(64, 64)
-        # Between hosts: "tcp://" and `ray.util.get_node_ip_address()`, with `authkey=` and `allow_plaintext=True` on both sides.
+        # Between hosts: `ray.util.get_node_ip_address()` instead, with `authkey=` and `allow_plaintext=True`.
         self.sender = tk.serve("tcp://127.0.0.1:0", receivers=workers)
 
     def address(self) -> str:

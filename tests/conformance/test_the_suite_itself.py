@@ -100,9 +100,7 @@ CAUGHT: dict[str, dict[str, str]] = {
     "Moody": {"test_match_is_pure_and_has_its_reasons": "AssertionError: match() says something else each time"},
     "Misaligned": {"test_slots_are_as_the_terms_say": "multiples of 64"},
     "Overlapping": {"test_slots_are_as_the_terms_say": "overlap"},
-    "LeavesAFile": {
-        "test_a_sender_that_dies_in_the_handshake_is_noticed": "the sender was killed in `"
-    },
+    "LeavesAFile": {"test_a_sender_that_dies_in_the_handshake_is_noticed": "the sender was killed in `"},
 }
 
 #: The broken backends, and the module of each.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -280,6 +282,85 @@ def test_a_flood_of_messages_keeps_nobody_from_the_deadline() -> None:
         assert isinstance(meeting.error, tk.TransportKitError)
         assert meeting.seconds < 3 * TIMEOUT
         assert flat.peak < 8 << 20
+
+
+DRIPS: dict[str, tuple[str, Callable[[], wire.Message]]] = {
+    "ready": ("ack", wire.Ready),
+    "ready before it accepts": ("accept", wire.Ready),
+    "present": ("ack", lambda: wire.Present(1, 0)),
+    "present in an earlier update": ("ack", lambda: wire.Present(0, 0)),
+    "accept": ("applied", lambda: wire.Accept(1, 0)),
+    "applied an earlier update": ("applied", lambda: wire.Applied(0, 0, 1, 1)),
+}
+
+
+def drip(name: str) -> Meeting:
+    step, make = DRIPS[name]
+
+    def deed(peer: Hostile) -> None:
+        end = time.monotonic() + 3 * TIMEOUT
+        with contextlib.suppress(tk.TransportKitError, OSError):
+            while time.monotonic() < end:
+                peer.say(make())
+                time.sleep(TIMEOUT / 20)
+
+    return Meeting(HostileReceiver(step, deed))
+
+
+def test_what_is_no_progress_keeps_nobody_from_the_deadline() -> None:
+    with ThreadPoolExecutor(len(DRIPS)) as pool:
+        meetings = dict(zip(DRIPS, pool.map(drip, DRIPS), strict=True))
+    for name, meeting in meetings.items():
+        assert isinstance(meeting.error, tk.DeadlineError | tk.ProtocolError), name
+        assert meeting.seconds < 2 * TIMEOUT, name
+
+
+def test_a_receiver_that_declines_what_was_not_proposed() -> None:
+    """Each would be worth another proposal."""
+
+    def deed(peer: Hostile) -> None:
+        peer.say(wire.Declined(1, 0, "invented-1", "no"))
+        with contextlib.suppress(tk.TransportKitError):
+            for attempt in range(2, 100):
+                peer.say(wire.Declined(peer.hear(wire.Proposal).attempt, 0, f"invented-{attempt}", "no"))
+
+    hostile = HostileReceiver("joined", deed)
+    meeting = Meeting(hostile)
+    assert isinstance(meeting.error, tk.ProtocolError)
+    assert sum(isinstance(message, wire.Proposal) for message in hostile.got) == 1
+
+
+def test_a_sender_that_announces_a_reroute_and_sends_chunks_for_ever() -> None:
+    def deed(peer: Hostile) -> None:
+        peer.say(wire.Reroute(1))
+        end = time.monotonic() + 3 * TIMEOUT
+        with contextlib.suppress(tk.TransportKitError, OSError):
+            for seq in itertools.count():
+                peer.say(wire.Chunk(1, 0, seq, False, len(BODY), digest(BODY), wire.Location(), PIECES))
+                time.sleep(TIMEOUT / 20)
+                if time.monotonic() > end:
+                    break
+
+    meeting = Meeting(HostileSender("chunk", deed))
+    assert isinstance(meeting.error, tk.ProtocolError)
+    assert meeting.seconds < 2 * TIMEOUT
+    assert meeting.untouched
+
+
+def test_a_peer_that_claims_a_tiny_timeout_makes_nobody_spin() -> None:
+    for kind in (HostileReceiver, HostileSender):
+        role: wire.Role = "receiver" if kind is HostileReceiver else "sender"
+
+        def deed(peer: Hostile, role: wire.Role = role) -> None:
+            peer.say(hello_fields(role, timeout=1e-12))
+            time.sleep(TIMEOUT / 2)
+
+        began = time.process_time()
+        meeting = Meeting(kind("hello", deed))
+        assert meeting.error is not None
+        told = sum(isinstance(message, wire.Waiting) for message in meeting.hostile.got)
+        assert told < 1 + 2 * TIMEOUT / 0.005
+        assert time.process_time() - began < max(0.5, TIMEOUT / 2)
 
 
 # -- hellos -----------------------------------------------------------------------------------------------------------

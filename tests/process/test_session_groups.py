@@ -13,6 +13,8 @@ from session_ends import BACKENDS, Child, Remote, Talk, caught, differing, load,
 from threaded_ends import SMALL, Ends, loaded, received
 
 import transportkit as tk
+from transportkit.conversation import State
+from transportkit.session.peers import Peer, Peers
 from transportkit.testing import installed, recording
 from transportkit_shm.shm import ShmTransport
 
@@ -171,6 +173,33 @@ def test_one_is_stopped_and_the_others_go_on(backend: str, address: str) -> None
         one.finish()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_three_are_stopped_at_once_and_cost_one_timeout(backend: str, address: str) -> None:
+    limits = SMALL | {"timeout": 2.0, "backends": (backend,)}
+    remotes = [Remote("receive", address, **limits) for _ in range(4)]
+    try:
+        with tk.serve(address, receivers=4, **limits) as sender:
+            for remote in remotes:
+                remote.start(load)
+            sender.send(model())
+            for remote in remotes:
+                assert remote.answer()[0] == []
+                remote.start(load)
+            time.sleep(0.2)
+            for stopped in remotes[1:]:
+                stopped.signal(signal.SIGSTOP)
+                stopped.stopped()
+            began = time.monotonic()
+            report = sender.send(model(), on_loss="continue")
+            assert time.monotonic() - began < 2 * limits["timeout"]
+            assert len(report.lost) == 3
+            assert remotes[0].answer()[0] == []
+            remotes[0].finish()
+    finally:
+        for remote in remotes:
+            remote.end()
+
+
 # -- leaving between updates ------------------------------------------------------------------------------------------
 
 
@@ -185,6 +214,26 @@ def test_a_receiver_may_leave_between_updates(backend: str) -> None:
         assert report.lost == {}
         for receiver in ends.receivers:
             receiver.close()
+        error, _ = caught(ends.sender.send, model())
+        assert isinstance(error, tk.PeerClosedError)
+
+
+def test_an_update_does_not_arrive_where_nobody_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    drain = Peers.drain
+
+    def drain_late(self: Peers, peer: Peer) -> None:
+        if peer.manifest_id == "" and peer.conversation.state is State.AGREED:
+            time.sleep(0.05)  # so that the goodbyes come with the words for the update
+        drain(self, peer)
+
+    def takes_and_goes(receiver: tk.Receiver) -> None:
+        with receiver:
+            loaded(receiver)
+
+    monkeypatch.setattr(Peers, "drain", drain_late)
+    with Ends(2, "shm") as ends:
+        report, _ = ends.update(model(), takes_and_goes)
+        assert set(report.backends) == {0, 1}
         error, _ = caught(ends.sender.send, model())
         assert isinstance(error, tk.PeerClosedError)
 

@@ -56,4 +56,4 @@ def test_every_byte_arrives(
             assert [differing(one.result(60), model()) for one in taking] == [[]] * len(ways)
             assert set(report.backends) == set(range(len(ways)))
             assert report.lost == {}
-            assert len({chunks for chunks in report.chunks.values()}) == 1
+            assert len(set(report.chunks.values())) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from transportkit import unpacking
 from transportkit.batching import SMALL_BYTES, Batch
 from transportkit.chunk import plan, used
 from transportkit.manifest import static_manifest, wire_nbytes
@@ -77,3 +78,36 @@ def test_a_batch_rewrites_no_bit() -> None:
             assert batch.add(patterns.view(dtype), 0, slot.numel(), 0)
             batch.pack()
         assert torch.equal(slot.view(torch.int16), patterns)
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host_chunks", "device_chunks"])
+def test_targets_elsewhere_are_taken_again_for_the_next_update(
+    on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = everything()
+    manifest = static_manifest(tensors.items())
+    expected = prints(tensors)
+    targets = empty_like(expected)
+    elsewhere = {target.data_ptr() for number, target in enumerate(targets.values()) if number % 2}
+    address = unpacking.plain_address
+    monkeypatch.setattr(unpacking, "plain_address", lambda t: 0 if t.data_ptr() in elsewhere else address(t))
+    writer = Writer(manifest.specs, [[targets[name]] for name in tensors])
+    packer = Packer(manifest.tensors)
+    for turn in range(3):
+        for pieces in plan(list(map(wire_nbytes, manifest.specs)), 3000):
+            slot = torch.empty(3000, dtype=torch.uint8)[: used(pieces)]
+            packer.pack(pieces, slot)
+            if on_device:
+                if writer._resumed is not None:
+                    writer._spread()
+                writer._unpack_on_device(pieces, slot)
+            else:
+                writer.unpack(pieces, slot)
+        writer.finish()
+        assert prints(targets) == expected, f"update {turn}"
+        writer.release()
+        for target in targets.values():
+            if target.dim() and target.numel():
+                target.view(torch.uint8).zero_()
+        assert writer.resume(list(targets.values())), "matched anew, at many times the cost"
+    assert not writer.resume(list(empty_like(expected).values())), "other memory"

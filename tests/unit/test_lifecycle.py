@@ -13,7 +13,7 @@ from torch import Tensor
 
 from transportkit.deadline import Deadline
 from transportkit.errors import BackendError, LeaseError, ProtocolError
-from transportkit.lifecycle import Imported, Imports, Landing, SlotPool, host_slots, memory_of, translated
+from transportkit.lifecycle import Imported, Imports, Landing, SlotPool, Watched, host_slots, memory_of, translated
 from transportkit.transport import Importer
 from transportkit.wire import Chunk, Location
 
@@ -144,6 +144,18 @@ def test_views_outlive_a_close_and_no_word_follows_it() -> None:
     del view
     cache.settle()
     assert acknowledged == []
+
+
+def test_memory_that_is_not_the_hosts_is_watched_through_a_storage_of_its_own() -> None:
+    memory = torch.arange(100, dtype=torch.uint8)
+    watched = Watched(memory[10:90])
+    view = watched._aliased(memory[10:90])
+    assert view.data_ptr() == memory[10:].data_ptr()
+    part = view[8:16].view(torch.int64)
+    del view
+    assert watched.viewed, "a view of a view keeps it"
+    del part
+    assert not watched.viewed
 
 
 @pytest.mark.parametrize("opened", [torch.zeros(63, dtype=torch.uint8), torch.zeros(64, dtype=torch.int8)])

@@ -206,7 +206,7 @@ def test_the_overflow_uid_is_nobody(monkeypatch):
     ("garbage", "error"),
     [
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", ProtocolError),
-        pytest.param(os.urandom(64), ProtocolError, id="random"),  # a name that every worker of a parallel run agrees on
+        pytest.param(os.urandom(64), ProtocolError, id="random"),  # workers of a parallel run agree on names
         (b"tptkit\r\n\x07" + bytes(35), VersionError),
         (b"tpt", PeerLostError),
         (b"", PeerLostError),

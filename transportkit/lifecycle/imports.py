@@ -1,4 +1,4 @@
-"""The importer's side: exports that are mapped, chunks that are open, and who views them; the states are in the package."""
+"""The importer's side: exports that are mapped, chunks that are open, who views them; the states are in the package."""
 
 from __future__ import annotations
 

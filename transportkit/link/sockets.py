@@ -180,8 +180,12 @@ class SocketLink(Link):
     def withdraw(self, end: bytes) -> bool:
         """Give up the frame that `hold` took and `flush` could not write: True where nothing of it had left.
 
-        Else its rest, which is still to be written, ends with ``end`` instead.
+        Else its rest, which is still to be written, ends with ``end`` instead. Raises `ClosedError`, and the link has
+        ended, where nothing is left to be written, so that nobody can tell any more.
         """
+        if not self._left:
+            self.abort()
+            raise ClosedError(f"the link to {self.peer} ended with an interrupted call")
         if len(self._left) == self._held:
             self._left.clear()
             return True

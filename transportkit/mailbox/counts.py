@@ -109,4 +109,5 @@ class InboxCounts:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
     def snapshot(self, *, failures: int, producers: int, slots_in_use: int) -> InboxStats:
-        return InboxStats(**attrs.asdict(self), failures=failures, producers=producers, slots_in_use=slots_in_use)
+        counts = attrs.asdict(self, recurse=False) | {"dropped": dict(self.dropped)}  # it may grow meanwhile
+        return InboxStats(**counts, failures=failures, producers=producers, slots_in_use=slots_in_use)

@@ -92,10 +92,14 @@ class Decoder:
             return self._as(inline.kind, self._inline(inline))
         if code == TUPLE:
             return tuple(self._items(data))
-        if code == SET:
-            return set(self._items(data))
-        if code == FROZENSET:
-            return frozenset(self._items(data))
+        if code in (SET, FROZENSET):
+            items = self._items(data)
+            try:
+                return set(items) if code == SET else frozenset(items)
+            except TypeError as error:
+                raise MessageError(
+                    f"a set in it cannot be rebuilt without a type ({error}): give the inbox a `type=`, or send a list"
+                ) from error
         return Ext(code, bytes(data))
 
     def _items(self, data: memoryview) -> list[Any]:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 #: Most tensors of one message that travel out of band; bounds a letter.
 MAX_TENSORS = 1 << 16
 
+#: Longest body of one message, in bytes.
+BODY_LIMIT = 1 << 30
+
 
 @attrs.frozen(eq=False)
 class Encoded:
@@ -113,7 +116,7 @@ class Encoder:
 
         Raises:
             UnsupportedTensorError: a tensor or array does not travel; the text says where it is and what to do.
-            MessageError: something else does not.
+            MessageError: something else does not, or the body is too long.
         """
         self._begin(all_inline=all_inline)
         try:
@@ -128,6 +131,11 @@ class Encoder:
         except (msgspec.MsgspecError, OverflowError, TypeError, ValueError, AttributeError) as error:
             path = path_of(message, unwritable)
             raise MessageError(f"{path or 'the message'} cannot be encoded: {error}", path=path) from error
+        if len(body) > BODY_LIMIT:
+            raise MessageError(
+                f"the message has a body of {len(body)} bytes, where {BODY_LIMIT} may be: send what is large in it as "
+                "tensors, or several messages"
+            )
         encoded = Encoded(body, tuple(self._sizes), self._inline_bytes, self._fallbacks, self._tensors, self._addresses)
         self._begin(all_inline=False)
         return encoded
@@ -258,10 +266,9 @@ def _bytes_of(tensor: Tensor, size: int) -> bytes:
 
 def _mark(value: Any) -> Any:
     """The tree with its tuples and sets marked; what holds none stays as it is."""
-    kind = type(value)
-    if kind is dict:
+    if isinstance(value, dict):
         return {key: _mark(item) for key, item in value.items()}
-    if kind is list:
+    if isinstance(value, list):
         return [_mark(item) for item in value]
     if isinstance(value, tuple):
         return _Marked(TUPLE, [_mark(item) for item in value])

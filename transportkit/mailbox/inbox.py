@@ -9,8 +9,6 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
-import attrs
-
 from transportkit.address import parse
 from transportkit.deadline import Deadline
 from transportkit.errors import (
@@ -148,7 +146,7 @@ class Inbox:
         if not isinstance(ctx, multiprocessing.context.BaseContext | None):
             raise UsageError(f"outbox() takes a context, as multiprocessing.get_context('spawn') makes it, not {ctx!r}")
         context = ctx if ctx is not None else multiprocessing.get_context()
-        wanted = attrs.evolve(self._settings, inline=None) if not keywords else settings(self._keywords | keywords)
+        wanted = settings(self._keywords | keywords) if keywords else self._settings
         try:
             inherited = self._intake.free_seats.pop()
         except IndexError:
@@ -181,6 +179,11 @@ class Inbox:
         try:
             with Turn(self._lock, deadline, "Inbox"):
                 return self._hand_out(self._intake.next(deadline), lease=not copy)
+        except TransportKitError:
+            raise
+        except BaseException:
+            self._intake.look_again()
+            raise
         finally:
             if self._intake.unsettled:
                 self._settle_soon()

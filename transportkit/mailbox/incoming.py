@@ -10,7 +10,7 @@ from transportkit.chunk import Cursor
 from transportkit.errors import MessageError, ProtocolError
 from transportkit.kinds import MAX_BYTES, dtype_of
 from transportkit.mailbox.decoding import spec_of
-from transportkit.mailbox.encoding import MAX_TENSORS
+from transportkit.mailbox.encoding import BODY_LIMIT, MAX_TENSORS
 from transportkit.manifest import nbytes
 from transportkit.memory import allocate, memmove, typed_view
 from transportkit.unpacking import Writer
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from transportkit.lifecycle import Imported, Imports
     from transportkit.mailbox.marks import Ref
     from transportkit.wire import Piece
-
-#: Longest body of one message, in bytes.
-BODY_LIMIT = 1 << 30
 
 
 class Incoming:
@@ -154,6 +151,7 @@ class Incoming:
 
     def source(self, *, lease: bool) -> Source:
         """Its tensors, for the decoder; to be used within `reading`."""
+        self._given.clear()  # what an interrupted call was given is lost with it
         return Source(self, lease=lease)
 
     def tensor(self, ref: Ref, device: torch.device, base: Tensor | None) -> Tensor:

@@ -53,6 +53,7 @@ class Intake:
         self._poller = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller.register(self._wake, select.EPOLLIN)
+        self._settle_at = 0.0
         self.unsettled = False
         """Whether a lease has ended and nobody has looked since."""
         self.free_seats: list[dict[str, object]] = []
@@ -81,10 +82,13 @@ class Intake:
 
     def next(self, deadline: Deadline) -> Producer:
         """A producer with a complete message, which is taken off the queue of those."""
+        began = time.monotonic()
+        if began >= self._settle_at:  # however busy others are, nobody's slot stays withheld
+            self._settle_at = began + IDLE_PERIOD
+            self.settle()
         producer = self._look()
         if producer is not None:
             return producer
-        began = time.monotonic()
         spin = min(began + self._spin, began + (deadline.remaining(self._spin) or 0.0))
         try:
             while True:
@@ -124,7 +128,9 @@ class Intake:
                 self._admit()
                 self.settle()
             else:
-                self._unread.add(self._here[fileno])
+                producer = self._here.get(fileno)  # the bell may have let it go just now
+                if producer is not None:
+                    self._unread.add(producer)
         if self._unread:
             unread, self._unread = self._unread, set()
             for producer in unread:
@@ -135,7 +141,7 @@ class Intake:
         return None
 
     def _advance(self, producer: Producer) -> None:
-        if producer.complete is None and producer.advance():
+        if producer.advance() and producer not in self._ready:
             self._ready.append(producer)
         self._tend(producer)
 
@@ -191,6 +197,10 @@ class Intake:
             f"no message within {deadline.seconds or 0:g} s; {', '.join(told)} "
             f"(raise `{deadline.keyword}=` where that is too short)"
         )
+
+    def look_again(self) -> None:
+        """A call was interrupted, nobody knows where: have the next one look at everybody."""
+        self._unread.update(self.producers)
 
     def put_back(self, producer: Producer) -> None:
         """What `next` gave has not been taken after all."""

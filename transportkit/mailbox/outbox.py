@@ -147,6 +147,7 @@ class Outbox:
                 raise
             if posting.begun:
                 self._number = number
+            posting.begun = False  # it is accounted for
             number = self._number + 1
             encoded = self._put_inline(posting, number, message, deadline, error)
         self._number = number
@@ -266,6 +267,7 @@ class Outbox:
             DeadlineError: not everything was taken within ``timeout`` (by default the session's); it is closed all the
                 same, and what is complete at the inbox can still be taken.
             PeerError: the inbox was gone before it had taken everything.
+            ClosedError: it was aborted before that.
         """
         if self._pid != os.getpid():
             self._closed = self._closed or "inherited by a forked child"
@@ -316,13 +318,14 @@ class Outbox:
             self._closed = self._closed or str(error) or type(error).__name__
             if posting is not None:
                 self._orphans += posting.in_flight
+                self._counts.lost += len(posting.in_flight)
                 posting.close(error)
 
     def _left_over(self, error: TransportKitError, left: tuple[int, ...], name: str) -> TransportKitError:
         text = f"{len(left)} messages were put and not taken by {name}: {_numbers(list(left))}; {error}"
         if isinstance(error, PeerError):
             return type(error)(text, **vars(error))
-        return DeadlineError(text)
+        return ClosedError(text) if isinstance(error, ClosedError) else DeadlineError(text)
 
     def _open(self, deadline: Deadline) -> Posting:
         self._check()

@@ -17,10 +17,19 @@ from msgspec import Struct
 from msgspec.msgpack import Ext
 
 from transportkit.deadline import Deadline
-from transportkit.errors import BackendError, DeadlineError, MessageError, PeerError, ProtocolError, UsageError
+from transportkit.errors import (
+    BackendError,
+    ClosedError,
+    DeadlineError,
+    MessageError,
+    PeerError,
+    ProtocolError,
+    UsageError,
+)
 from transportkit.mailbox.decoding import Decoder
 from transportkit.mailbox.encoding import Encoder, is_numeric
 from transportkit.mailbox.inbox import Inbox
+from transportkit.mailbox.mail import Postmark
 from transportkit.mailbox.outbox import Outbox
 from transportkit.mailbox.settings import DEFAULT_INLINE, seconds
 from transportkit.wire import decode_as
@@ -89,6 +98,10 @@ class OutOfBand:
         self._number = 0
         self._came: dict[tuple[str, int], dict[int, Any]] = {}
         self._dropped: set[tuple[str, int]] = set()
+        self._newest: dict[str, int] = {}
+        """Of each producer, the message that came last."""
+        self._lost = False
+        """Whether the outbox's inbox was lost."""
         self._away = self._small = self._fallbacks = 0
 
     @property
@@ -119,7 +132,10 @@ class OutOfBand:
                 return Ext(AWAY, msgspec.msgpack.encode(Away(outbox.identity, self._number, len(self._batch) - 1)))
             try:
                 number = outbox.put([value], timeout=self._timeout or 0)
-            except (DeadlineError, BackendError, PeerError) as error:
+            except (DeadlineError, BackendError, PeerError, ClosedError) as error:
+                if isinstance(error, ClosedError) and not self._lost:
+                    raise  # its user has closed it
+                self._lost = self._lost or isinstance(error, PeerError)
                 self._fallbacks += 1
                 _log.info("a tensor of %d bytes goes inline: %s", value.nbytes, error)
                 return self._here(value)
@@ -208,7 +224,7 @@ class OutOfBand:
     def drop(self, producer: str, message: int) -> None:
         """Nobody will ask for the tensors of this message: they are dropped, also where they are still to come."""
         with self._lock:
-            if self._came.pop((producer, message), None) is None:
+            if self._came.pop((producer, message), None) is None and message > self._newest.get(producer, 0):
                 self._dropped.add((producer, message))
 
     def _await(self, key: tuple[str, int]) -> None:
@@ -217,10 +233,20 @@ class OutOfBand:
             raise UsageError("this OutOfBand is that of an Outbox: it encodes")
         deadline = Deadline(inbox.patience if self._timeout is None else self._timeout, "tensor")
         while key not in self._came:
-            left = deadline.remaining()
-            value = inbox.get(left)
-            last = inbox.last
-            assert last is not None
+            if key[1] <= self._newest.get(key[0], 0):
+                raise MessageError(
+                    f"the tensors of message {key[1]} of {key[0]} were fetched or dropped already",
+                    producer=key[0],
+                    number=key[1],
+                )
+            try:
+                value = inbox.get(deadline.remaining())
+            except MessageError:  # of whichever message came next
+                self._note(inbox)
+                if inbox.last == Postmark(*key):
+                    raise
+                continue
+            last = self._note(inbox)
             if not isinstance(value, list):
                 raise ProtocolError(f"message {last.number} of {last.producer} is not one of an OutOfBand")
             came = last.producer, last.number
@@ -228,6 +254,18 @@ class OutOfBand:
                 self._dropped.discard(came)
                 continue
             self._came[came] = dict(enumerate(value))
+
+    def _note(self, inbox: Inbox) -> Postmark:
+        """Remember how far the producer of the last message is; its postmark."""
+        last = inbox.last
+        assert last is not None
+        if last.producer not in self._newest:
+            gone = self._newest.keys() - inbox.producers.keys()
+            for producer in gone:
+                del self._newest[producer]
+            self._dropped = {each for each in self._dropped if each[0] not in gone}
+        self._newest[last.producer] = last.number
+        return last
 
 
 class _Nothing:

@@ -7,7 +7,8 @@ A message is sent whole or taken back; there is no third way, whatever ends `Pos
 - The frame that failed had not begun, but earlier ones are there: `Withdrawn` follows them.
 
 A chunk of a backend that exports nothing is moved only when the inbox says that it reads (`Go`). From then on what is
-on its way is finished, bound by the session's ``timeout`` without progress.
+on its way is finished, bound by the session's ``timeout`` without progress. Where it does not come down the link, the
+inbox begins to wait for it only at `Moved`, since it can read nothing else meanwhile, a withdrawal say.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transportkit.chunk import digest, plan, used
 from transportkit.deadline import Deadline
 from transportkit.errors import (
     BackendError,
+    ClosedError,
     DeadlineError,
     PeerError,
     PeerLostError,
@@ -154,7 +156,7 @@ class Posting:
 
         After any of them `begun` tells whether its number is used up, and `usable` whether another may follow.
         """
-        self.begun = self._told = False
+        self.begun = self._told = self._broken = False
         self._slot: int | None = None
         self._unmoved: int | None = None
         self.take_in()
@@ -239,8 +241,16 @@ class Posting:
                 self.lane.pool.acknowledge(number, seq, INBOX)
             raise
         self._unmoved = None
+        if not self.carried:
+            self._say_moved(number, seq)
+            self._broken = True
         with self.lane.translated():
             self.lane.exporter.publish(slot, header, self._patience())
+        self._broken = False
+        if self.carried:
+            self._say_moved(number, seq)
+
+    def _say_moved(self, number: int, seq: int) -> None:
         self.link.hold(wire.encode(wire.Moved(number, seq)))
         self.link.flush(self._patience())
 
@@ -248,17 +258,28 @@ class Posting:
 
     def _frame(self, message: wire.Letter | wire.Fragment | wire.Enclosure, deadline: Deadline) -> None:
         """Write one frame of a message, or none of it that counts."""
-        self.link.hold(wire.encode(message))
+        frame = wire.encode(message)
         try:
+            self.link.hold(frame)
             self.link.flush(deadline)
         except PeerError:
             self.begun = True  # for all that is known here
             raise
-        except BaseException:
-            if not self.link.withdraw(wire.SPOILED):
-                self.begun = self._told = True
+        except BaseException as error:
+            self._spoil()
+            if isinstance(error, DeadlineError):
+                raise self._full("room on the link", deadline) from error
             raise
         self.begun = True
+
+    def _spoil(self) -> None:
+        """Take back the frame that could not be written."""
+        try:
+            dropped = self.link.withdraw(wire.SPOILED)
+        except ClosedError:
+            dropped = False
+        if not dropped:
+            self.begun = self._told = True
 
     def _take_back(self, number: int, error: BaseException) -> None:
         """The message does not come to its end."""
@@ -271,7 +292,7 @@ class Posting:
         _log.info("message %d to %s is withdrawn: %s", number, self.name, error)
         if not self._told:
             with contextlib.suppress(TransportKitError):
-                self.link.hold(wire.encode(wire.Withdrawn(number)))
+                self.link.hold(wire.encode(wire.Withdrawn(number, self._broken)))
                 self.link.flush(Deadline(0, "room for the withdrawal"))
 
     def _tidy(self, deadline: Deadline) -> None:

@@ -3,7 +3,7 @@
 The states of the message that is coming in::
 
     none      --letter-->              begun     --the last part--> complete
-    begun     --header of a chunk that has to be moved; go--> awaited   --its bytes, moved--> begun
+    begun     --header of a chunk that has to be moved; go--> awaited   --moved, its bytes--> begun
     begun, awaited  --withdrawn, producer lost--> none, dropped
     complete  --handed out, refused--> none
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from transportkit import wire
 from transportkit.deadline import Deadline
-from transportkit.errors import BackendError, PeerError, ProtocolError, TransportKitError
+from transportkit.errors import BackendError, ClosedError, PeerError, ProtocolError, TransportKitError
 from transportkit.link import CONTROL
 from transportkit.mailbox.incoming import Incoming
 from transportkit.mailbox.settings import FRAME_LIMIT
@@ -128,17 +128,20 @@ class Producer:
                 pass
         except TransportKitError as error:
             self._end(error)
+        except BaseException as error:  # perhaps a frame is lost with it, or half a chunk
+            self._end(ClosedError(f"the inbox was interrupted ({type(error).__name__}) while it took a message in"))
+            raise
         return self.complete is not None
 
     def _step(self) -> bool:
         """Take in one frame or chunk; False where none is there, or a message is complete."""
         if self.complete is not None:
             return False
-        if self._awaited is not None:
-            if self._carried and not self.link.poll_past_payloads(self.terms.chunk_bytes + STRAY_BYTES):
+        if self._awaited is not None and self._carried:
+            if not self.link.poll_past_payloads(self.terms.chunk_bytes + STRAY_BYTES):
                 return False
             header, self._awaited = self._awaited, None
-            if not self._carried or self.link.kind_at_hand() != CONTROL:
+            if self.link.kind_at_hand() != CONTROL:
                 self._open(header)
                 return True
         message = self._inlet.at_once()
@@ -157,6 +160,9 @@ class Producer:
                     self._enclosed(message.header)
             case wire.Moved():
                 self._belongs(message.number, whole=True)
+                if self._awaited is not None and message.seq == self._awaited.seq:
+                    header, self._awaited = self._awaited, None
+                    self._open(header)
                 self._incoming.moved(message.seq)
             case wire.Withdrawn():
                 self._belongs(message.number, whole=False)
@@ -202,7 +208,7 @@ class Producer:
             self._open(header)
 
     def _open(self, header: wire.Chunk) -> None:
-        """Import a chunk whose bytes are there, or, over a collective, on their way."""
+        """Import a chunk whose bytes are there, or, over a collective, certainly on their way."""
         self._patience.renew()
         chunk = self.imports.open(header, self._patience)
         try:

@@ -23,7 +23,8 @@ DEFAULT_CAPACITY = 64
 DEFAULT_CHUNK_BYTES = 4 << 20
 DEFAULT_SLOTS = 8
 
-#: Tensors of at most so many bytes travel in the body, and so many bytes of them together. Measured: see the docs.
+#: Tensors of at most so many bytes travel in the body, and so many bytes of them together. Measured, see "Counters" in
+#: ``docs/mailbox.md``: the largest power of two at which inline is faster for one tensor as well as for ten.
 DEFAULT_INLINE = 4096
 INLINE_TOGETHER = 1 << 16
 

@@ -43,7 +43,13 @@ def admit(ground: Ground, newcomers: Iterable[Peer], first_lane: int) -> tuple[w
             numbers.discard(number)
     while numbers:
         try:
-            return Opening(ground, numbers, first_lane=first_lane).run()
+            agreed = Opening(ground, numbers, first_lane=first_lane, forgiving=True).run()
+            for number in numbers - {each.receiver for each in agreed[0].assignments}:
+                error = ground.peers[number].gone
+                assert error is not None
+                _log.warning("%s is not admitted: %s", ground.peers[number].name, error)
+                _dismiss(ground, {number}, error)
+            return agreed
         except BaseException as error:
             gone = {n for n in numbers if (peer := ground.peers.find(n)) is not None and peer.gone is not None}
             if not gone or not isinstance(error, PeerError | DeadlineError):

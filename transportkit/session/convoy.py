@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import time
 from typing import TYPE_CHECKING
 
 from transportkit import wire
 from transportkit.chunk import used
-from transportkit.errors import DeadlineError, PeerError, TransportKitError, UpdateError
+from transportkit.errors import TransportKitError, UpdateError
 from transportkit.session.peers import code_of
 from transportkit.session.rerouting import FAILURES
 
@@ -64,9 +65,12 @@ class Convoy:
         prompt: Callable[[], Iterable[int]] = tuple,
     ) -> None:
         """As `Peers.wait`; whoever is lost and whatever fails meanwhile is dealt with."""
+        began = time.monotonic()
         while True:
             self.settle()
-            self._peers.wait(lambda: self._roster.troubled or until(), debtors, what, deadline=deadline, prompt=prompt)
+            self._peers.wait(
+                lambda: self._roster.troubled or until(), debtors, what, deadline=deadline, prompt=prompt, began=began
+            )
             if not self._roster.troubled:
                 return
 
@@ -117,7 +121,8 @@ class Convoy:
         while todo:
             lane = todo.popleft()
             try:
-                stream.pack(lane, copy)
+                if lane in stream.lanes:  # it may have been lost while another was rerouted
+                    stream.pack(lane, copy)
             except FAILURES as error:
                 todo += self._go_on(stream, lane, error)
 
@@ -130,7 +135,8 @@ class Convoy:
         seq, told, specs = stream.seal(pieces)
         for lane in stream.lanes:
             try:
-                stream.emit(lane, seq, used(pieces), last=last, pieces=told, specs=specs)
+                if lane in stream.lanes:
+                    stream.emit(lane, seq, used(pieces), last=last, pieces=told, specs=specs)
             except FAILURES as error:
                 self._go_on(stream, lane, error)
         stream.nbytes += payload
@@ -164,17 +170,15 @@ class Convoy:
 
     def _go_on(self, stream: Stream, lane: Lane, error: TransportKitError) -> list[Lane]:
         """A call of a lane's exporter failed; returns the lanes that go on instead."""
-        silent = isinstance(error, DeadlineError) and error.silent
-        if (silent or isinstance(error, PeerError)) and len(lane.receivers) == 1:
-            peer = self._peers[lane.receivers[0]]
-            peer.gone = peer.gone or error
-        self._roster.settle()
+        nobodys = self._rerouting.part_with_lost(lane, error)
         self.prune()
         if lane not in stream.lanes:
             return []
-        if silent or (isinstance(error, PeerError) and not lane.bereft):
+        if nobodys:
             raise error
-        return self._rerouting.run(stream, lane, error)
+        fresh = self._rerouting.run(stream, lane, error)
+        self.prune()
+        return fresh
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

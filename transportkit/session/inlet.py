@@ -133,7 +133,7 @@ class Inlet:
         for message in [message for message in self._ahead if self._signalled(message)]:
             self._ahead.remove(message)
         try:
-            while self.link.poll() and self.link.kind_at_hand() != PAYLOAD:
+            while not self._sated() and self.link.poll() and self.link.kind_at_hand() != PAYLOAD:
                 message = self._take()
                 if not isinstance(message, wire.Waiting) and not self._signalled(message):
                     self._ahead.append(message)
@@ -145,12 +145,17 @@ class Inlet:
             match message:
                 case wire.Bye():
                     raise farewell(message, self.name)
-                case wire.Withdrawn():
+                case wire.Withdrawn(broken=True):
                     raise BackendError("the producer took its message back")
                 case wire.Proposal() | wire.Refusal() | wire.Reroute():
                     raise BackendError("the sender gave this backend up")
         if lost is not None:
             raise lost
+
+    def _sated(self) -> bool:
+        """Whether an outbox has put so much ahead that the rest had better stay on the link."""
+        mail = wire.Letter | wire.Fragment | wire.Enclosure | wire.Withdrawn
+        return len(self._ahead) >= AHEAD_LIMIT and isinstance(self._ahead[-1], mail)
 
     def _signalled(self, message: wire.Message) -> bool:
         """Whether this was a signal, and the backend has taken it."""

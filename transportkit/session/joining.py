@@ -24,7 +24,7 @@ from transportkit.errors import (
 )
 from transportkit.handshake import peer_text, verify
 from transportkit.lifecycle import Imported, Imports, memory_of, translated
-from transportkit.session.peers import BEATS
+from transportkit.session.peers import BEATS, SHORTEST_BEAT
 from transportkit.session.wiring import LinkWiring
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Joining:
                     self._unexpected(message)
                 self._sender = message
                 self._inlet.link.peer = f"sender ({peer_text(message)})"
-                self._inlet.beat = min(self._inlet.timeout, message.timeout) / BEATS
+                self._inlet.beat = max(SHORTEST_BEAT, min(self._inlet.timeout, message.timeout) / BEATS)
             sender = self._sender
             patient = True
             while True:

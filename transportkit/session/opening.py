@@ -61,6 +61,7 @@ class Opening:
         strikes: what is out of the question from the start; grows with what is tried in vain.
         first_lane: number of the first lane.
         chunk_bytes: bound of the chunks, besides those of both sides' wishes.
+        forgiving: whether one that no backend serves costs only itself (`Peer.gone`), as long as there are others.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Opening:
         strikes: dict[tuple[int, str], str] | None = None,
         first_lane: int = 0,
         chunk_bytes: int | None = None,
+        forgiving: bool = False,
     ) -> None:
         self._peers = ground.peers
         self._numbers = frozenset(numbers)
@@ -82,10 +84,12 @@ class Opening:
         self._inherited = ground.inherited
         self._session = ground.session
         self._first_lane = first_lane
+        self._forgiving = forgiving
         self._strikes = {} if strikes is None else strikes
         self._attempt = max(peer.conversation.attempt for peer in self._members)
         self._elsewhere = ground.peers.on_message
         self._lanes: list[Lane] = []
+        self._proposed: dict[int, str] = {}
         self._replies: dict[int, wire.Joined] = {}
         self._proofs: dict[int, bytes] = {}
 
@@ -93,11 +97,11 @@ class Opening:
     def _members(self) -> list[Peer]:
         return [self._peers[number] for number in sorted(self._numbers)]
 
-    def negotiate(self) -> Outcome | wire.Refusal:
-        """What would be agreed now, without a word to anybody."""
+    def negotiate(self, *alone: int) -> Outcome | wire.Refusal:
+        """What would be agreed now, with all or only with these, without a word to anybody."""
         return negotiate(
             self._hello,
-            {peer.number: peer.hello for peer in self._members},
+            {number: self._peers[number].hello for number in alone or sorted(self._numbers)},
             self._choice.transports,
             session=self._session,
             token=os.urandom(32),
@@ -112,7 +116,7 @@ class Opening:
             The agreement and its lanes, each proven by a trial.
 
         Raises:
-            NegotiationError: a receiver is left without a backend.
+            NegotiationError: a receiver is left without a backend; all of them, where this is `forgiving`.
             PeerError: a receiver was lost or gave up.
             DeadlineError: a receiver made no progress.
         """
@@ -123,10 +127,12 @@ class Opening:
                 self._attempt += 1
                 outcome = self.negotiate()
                 if isinstance(outcome, wire.Refusal):
-                    for peer in self._members:
-                        self._send(peer, outcome)
-                    raise NegotiationError(outcome.text, agreement=outcome.agreement)
+                    self._refuse(outcome)
+                    self._peers.minded = self._numbers
+                    continue
                 if self._attempt_once(outcome):
+                    # Whoever is lost from here on is no reason to propose anew to those who have heard of it.
+                    self._peers.minded = minded
                     for peer in self._members:
                         self._send(peer, wire.Agreed(outcome.agreement.only(peer.number)))
                     return outcome.agreement, list(self._lanes)
@@ -136,6 +142,21 @@ class Opening:
             raise
         finally:
             self._peers.on_message, self._peers.minded = self._elsewhere, minded
+
+    def _refuse(self, refusal: wire.Refusal) -> None:
+        """Part with those that no backend serves. Raises `NegotiationError` where nobody else is left."""
+        error = NegotiationError(refusal.text, agreement=refusal.agreement)
+        refusals = {n: told for n in sorted(self._numbers) if isinstance(told := self.negotiate(n), wire.Refusal)}
+        if not (self._forgiving and refusals):
+            refusals = dict.fromkeys(sorted(self._numbers), refusal)
+        for number, told in refusals.items():
+            peer = self._peers[number]
+            self._send(peer, told)
+            if self._forgiving:
+                peer.gone = peer.gone or NegotiationError(told.text, agreement=told.agreement)
+        if self._numbers == refusals.keys():
+            raise error
+        self._numbers -= refusals.keys()
 
     # -- one attempt --------------------------------------------------------------------------------------------------
 
@@ -161,6 +182,7 @@ class Opening:
                 return False
         for plan in outcome.lanes:
             for number, terms in plan.importers.items():
+                self._proposed[number] = terms.backend
                 proposal = wire.Proposal(self._attempt, terms, outcome.agreement.only(number), invitations[number])
                 self._send(self._peers[number], proposal)
         self._wait_for(self._replies, before, "answer to the proposal")
@@ -316,17 +338,16 @@ class Opening:
     def _site(self, number: int) -> Site:
         return msgspec.structs.replace(self._hello.site, link=self._peers[number].link.kind)
 
-    def _take(self, peer: Peer, message: wire.Message) -> None:
+    def _take(self, peer: Peer, message: wire.Message) -> bool | None:
         late = isinstance(message, wire.Ack) and message.update > 0  # of a lease that it held, before it saw a proposal
         if peer.number not in self._numbers or late:
-            self._elsewhere(peer, message)
-            return
+            return self._elsewhere(peer, message)
         if not peer.conversation.received(message):
-            return
+            return False
         match message:
             case wire.Joined():
                 self._replies[peer.number] = message
-            case wire.Declined():
+            case wire.Declined() if message.backend == self._proposed.get(peer.number):
                 self._strike(peer.number, message.backend, message.reason)
             case wire.Ack():
                 acknowledge(self._lanes, message, peer.number)
@@ -340,6 +361,7 @@ class Opening:
                 )
             case _:
                 raise ProtocolError(f"{peer.name} sent {type(message).__name__.lower()} in the handshake")
+        return True
 
 
 def _reason(error: Exception) -> str:

@@ -32,6 +32,9 @@ MESSAGES_AT_ONCE = 1000
 BEATS = 4
 """How often a side that waits says so within the shorter of both sides' timeouts."""
 
+SHORTEST_BEAT = 0.005
+"""Least time between two such words, in seconds, however short a timeout the other side claims."""
+
 
 class Peer:
     """One receiver of a sender.
@@ -94,7 +97,8 @@ class Peers:
         self.timeout = timeout
         self._peers: dict[int, Peer] = {}
         self._beaten = time.monotonic()
-        self.on_message: Callable[[Peer, wire.Message], None] = self._nothing_due
+        self.on_message: Callable[[Peer, wire.Message], bool | None] = self._nothing_due
+        """Takes what a peer says; returns False for what is no progress."""
         self.minded: frozenset[int] | None = None
         """The receivers whose loss is raised; that of others is only noted (`Peer.gone`). None for all."""
 
@@ -118,7 +122,7 @@ class Peers:
     @property
     def beat(self) -> float:
         """How often, at least, a wait tells the peers that this side is alive, in seconds."""
-        return min([self.timeout, *(peer.hello.timeout for peer in self if peer.greeted)]) / BEATS
+        return max(SHORTEST_BEAT, min([self.timeout, *(peer.hello.timeout for peer in self if peer.greeted)]) / BEATS)
 
     def add(self, peer: Peer) -> None:
         self._peers[peer.number] = peer
@@ -181,6 +185,7 @@ class Peers:
         *,
         deadline: Deadline | None = None,
         prompt: Callable[[], Iterable[int]] = tuple,
+        began: float | None = None,
     ) -> None:
         """Wait until ``until()`` holds, taking messages in and telling everybody that this side is alive.
 
@@ -191,11 +196,12 @@ class Peers:
             what: what is waited for, in words.
             deadline: bounds the whole wait instead, whoever is heard of.
             prompt: the receivers that must be heard of within `timeout` all the same.
+            began: since when this is waited for, by the monotonic clock; by default from now on.
 
         Raises:
             DeadlineError: naming who was silent.
         """
-        began = time.monotonic()
+        began = time.monotonic() if began is None else began
         while True:
             self._take_in()
             if until():
@@ -211,14 +217,15 @@ class Peers:
             silent = owing or list(self) if deadline is None else [self._peers[n] for n in prompt()]
             silent = [peer for peer in silent if peer.gone is None]
             if silent:
-                slowest = min(silent, key=lambda p: p.heard)
-                left = max(began, slowest.heard) + self.timeout - now
-                if left <= 0:
-                    told = f"{slowest.name} sent no {what} within {self.timeout:g} s "
+                left = {peer: max(began, peer.heard) + self.timeout - now for peer in silent}
+                overdue = sorted((peer for peer in silent if left[peer] <= 0), key=lambda peer: peer.heard)
+                for peer in overdue:  # all at once: each alone would cost the others another `timeout`
+                    told = f"{peer.name} sent no {what} within {self.timeout:g} s "
                     told += "(raise `timeout=` where that is too short)"
-                    self._lose(slowest, DeadlineError(told, silent=True))
+                    self._lose(peer, DeadlineError(told, silent=True))
+                if overdue:
                     continue
-                pause = min(pause, left)
+                pause = min(pause, *left.values())
             self.keep_alive()
             try:
                 wait_links([peer.link for peer in self if peer.gone is None], Deadline(pause, what))
@@ -250,14 +257,13 @@ class Peers:
             message = wire.decode(frame)
             if isinstance(message, wire.Waiting):
                 continue  # being alive is no progress: what it owes, it owes
-            peer.heard = time.monotonic()
             if isinstance(message, wire.Bye):
                 peer.gone = farewell(message, peer.name)
                 return
             if isinstance(message, wire.Ready):
                 peer.ready, peer.away = message.waits, not message.waits
-            else:
-                self.on_message(peer, message)
+            elif self.on_message(peer, message) is not False:
+                peer.heard = time.monotonic()
 
     def _take_in(self) -> None:
         for peer in list(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,7 @@ class Receiving:
         self._joined = joined
         self._on_joined = on_joined
         self._memory = memory
+        self._dtypes = dtypes
         self._ledger = Ledger(memory, dtypes, joined.terms.chunk_bytes)
         self._progress = progress
         self._header: wire.Begin | None = None
@@ -116,6 +118,7 @@ class Receiving:
                     pass  # of an update that failed here, or that has landed
                 case wire.Proposal():
                     self._rejoin(message)
+                    self._ledger = Ledger(self._memory, self._dtypes, self._terms.chunk_bytes)
                 case _:
                     raise self._unexpected(message)
 
@@ -214,6 +217,7 @@ class Receiving:
         assert header is not None
         due = max(self._due, self._passed)
         self._joining.strand(header.update, self._terms.receiver, due, "" if error is None else str(error))
+        under_way = self._terms.slots
         while True:
             deadline = Deadline(self._inlet.timeout, f"another backend from {self._inlet.name}")
             try:
@@ -229,7 +233,9 @@ class Receiving:
                     return None
                 case wire.Aborted() if message.update == header.update:
                     return message
-                case wire.Chunk() | wire.Commit() | wire.Reroute() | wire.Aborted():
+                case wire.Chunk() if under_way:
+                    under_way -= 1  # none is acknowledged any more, so a slot each is all that can come
+                case wire.Commit() | wire.Reroute() | wire.Aborted():
                     continue  # what was on its way
                 case _:
                     raise self._unexpected(message)
@@ -335,7 +341,8 @@ class Receiving:
         try:
             check_digest(self._terms, chunk)
         except TransportKitError:
-            self.imports.retire(chunk)
+            with contextlib.suppress(BackendError):  # the chunk was not taken, and must not pass for it
+                self.imports.retire(chunk)
             raise
         return chunk, pieces, appended
 

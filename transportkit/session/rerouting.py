@@ -15,6 +15,7 @@ from transportkit import wire
 from transportkit.errors import (
     BackendError,
     DeadlineError,
+    NegotiationError,
     PeerError,
     PeerFailedError,
     ProtocolError,
@@ -82,6 +83,19 @@ class Rerouting:
                 peer.stranded = None
                 self.again.add(peer.number)
 
+    def part_with_lost(self, lane: Lane, error: TransportKitError) -> bool:
+        """An exporter's call has failed: whoever is lost is parted with, where it was the lane's only receiver by that.
+
+        Returns:
+            Whether the error stands for the loss of a receiver, and does not say of which.
+        """
+        silent = isinstance(error, DeadlineError) and error.silent
+        if (silent or isinstance(error, PeerError)) and len(lane.receivers) == 1:
+            peer = self._peers[lane.receivers[0]]
+            peer.gone = peer.gone or error
+        self._roster.settle()
+        return silent or (isinstance(error, PeerError) and not lane.bereft)
+
     def run(self, stream: Stream, lane: Lane, error: TransportKitError | None) -> list[Lane]:
         """Give a lane up and go on over others.
 
@@ -112,7 +126,11 @@ class Rerouting:
         if not moving:
             stream.remove(lane)
             return []
-        self._check_candidates(lane, moving, error, reason)
+        moving = self._check_candidates(lane, moving, error, reason)
+        if not moving:
+            self.again.update(lane.receivers)
+            stream.remove(lane)
+            return []
         _log.warning("update %s: backend %s failed: %s", self._update, lane.backend, reason)
         lane.exporter.abort()
         held = held | lane.outstanding(self._update)
@@ -132,7 +150,7 @@ class Rerouting:
                 done += self._carry_on(stream, new, held, first, partial)
         finally:
             if not lane.receivers:
-                _close(lane)
+                part_with(lane)
         return done
 
     def _carry_on(
@@ -140,12 +158,13 @@ class Rerouting:
     ) -> list[Lane]:
         """Bring a new lane to where the old one was, or whichever others it is moved to meanwhile."""
         try:
-            self._replay(stream, new, held, min(first[number] for number in new.receivers), partial)
+            if new.receivers:  # they may be lost while another lane is brought there
+                self._replay(stream, new, held, min(first[number] for number in new.receivers), partial)
         except FAILURES as failure:
-            if isinstance(failure, DeadlineError) and failure.silent:
-                raise
-            self._roster.settle()
+            nobodys = self.part_with_lost(new, failure)
             if new.receivers:
+                if nobodys:
+                    raise
                 return self._move(stream, new, failure, held, partial)
         if new.receivers:
             return [new]
@@ -155,9 +174,11 @@ class Rerouting:
     def _strike(self, lane: Lane, error: TransportKitError | None) -> str:
         """Note whom the backend does not serve any more in this update; returns why, in words."""
         there = {
-            number: peer.stranded.reason
+            number: peer.stranded.reason or "it gave no reason"
             for number in lane.receivers
-            if (peer := self._peers.find(number)) is not None and peer.stranded is not None and peer.stranded.reason
+            if (peer := self._peers.find(number)) is not None
+            and peer.stranded is not None
+            and (peer.stranded.reason or error is None)
         }
         reason = "; ".join(f"receiver {n}: {text}" for n, text in there.items()) or str(error)
         if lane.bereft:  # of a receiver that was lost, which is nobody else's fault
@@ -174,21 +195,33 @@ class Rerouting:
             strikes=self._strikes,
             first_lane=1 + max(each.terms.lane for each in (lane, *self._lanes)),
             chunk_bytes=lane.terms.chunk_bytes,
+            forgiving=self._roster.forgiving,
         )
 
     def _check_candidates(
-        self, lane: Lane, moving: Sequence[int], error: TransportKitError | None, reason: str
-    ) -> None:
-        """Raise what failed where nothing else is left to try."""
-        if not isinstance(self._opening(lane, moving).negotiate(), wire.Refusal):
-            return
-        if error is not None:
+        self, lane: Lane, moving: list[int], error: TransportKitError | None, reason: str
+    ) -> list[int]:
+        """Raise what failed where nothing else is left to try, or part with those for whom that is so.
+
+        Returns:
+            Those who can go on.
+        """
+        opening = self._opening(lane, moving)
+        if not isinstance(opening.negotiate(), wire.Refusal):
+            return moving
+        if error is None:
+            culprit = next(p for n in moving if (p := self._peers[n]).stranded is not None)
+            text = f"{reason}; no other backend is left to go on with"
+            error = PeerFailedError(
+                f"{culprit.name} failed: BackendError: {text}", peer=culprit.name, code="BackendError", text=text
+            )
+        unserved = [number for number in moving if isinstance(opening.negotiate(number), wire.Refusal)]
+        if not (self._roster.forgiving and unserved):
             raise error
-        culprit = next(p for n in moving if (p := self._peers[n]).stranded is not None)
-        text = f"{reason}; no other backend is left to go on with"
-        raise PeerFailedError(
-            f"{culprit.name} failed: BackendError: {text}", peer=culprit.name, code="BackendError", text=text
-        )
+        for number in unserved:
+            self._peers[number].gone = self._peers[number].gone or error
+        self._roster.settle()
+        return [number for number in moving if self._roster.here(number)]
 
     def _ask(self, moving: Sequence[int], possible: range) -> dict[int, int]:
         """The first chunk that each of them has not taken; without those that are lost meanwhile.
@@ -258,8 +291,8 @@ class Rerouting:
         if partial is not None:
             slot = self._slot(new)
             if slot is not None:
-                stream.give(new, slot)
                 self._copy(new, slot, partial)
+                stream.give(new, slot)  # only now: what is at hand is what the next lane goes on from
 
     def _slot(self, lane: Lane) -> int | None:
         """A slot of the lane, waited for; None when its last receiver is lost meanwhile."""
@@ -309,14 +342,15 @@ def agree(
     while left:
         try:
             return opening(left).run()
-        except (PeerError, DeadlineError):
+        except (PeerError, DeadlineError, NegotiationError):
             roster.settle()
             if left == (left := [number for number in left if roster.here(number)]):
                 raise
     return None
 
 
-def _close(lane: Lane) -> None:
+def part_with(lane: Lane) -> None:
+    """Close a lane that nobody needs; what fails in that is logged."""
     try:
         lane.close()
     except BackendError as error:

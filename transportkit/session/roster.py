@@ -93,38 +93,39 @@ class Roster:
             assert self._error is not None
             raise self._error
 
-    def take(self, peer: Peer, message: wire.Message) -> None:
-        """What a receiver says during the update."""
+    def take(self, peer: Peer, message: wire.Message) -> bool:
+        """What a receiver says during the update; whether that is progress."""
         number = peer.number
         match message:
             case wire.Ack():
                 acknowledge(self._lanes, message, number)
-            case wire.Present() if message.update == self._update:
+            case wire.Present() if message.update == self._update and number not in self.present:
                 self.present.add(number)
                 peer.ready = False  # it may have said so once more before it saw the update
-            case wire.Accept() if message.update == self._update:
+            case wire.Accept() if message.update == self._update and number not in self.accepted:
                 self.accepted.add(number)
             case wire.Stranded() if message.update == self._update and self._may_strand(peer):
                 peer.conversation.received(message)
                 peer.stranded = message
-            case wire.Applied() if message.update == self._update and number in self.totals:
+            case wire.Applied() if message.update == self._update and number in self.totals.keys() - self.failed:
                 if (message.chunks, message.nbytes) != self.totals[number]:
                     raise ProtocolError(
                         f"{peer.name} applied {message.chunks} chunks and {message.nbytes} bytes of update "
                         f"{self._update}, {' and '.join(map(str, self.totals[number]))} were sent"
                     )
                 self.applied.add(number)
-            case wire.Failed() if message.update == self._update:
+            case wire.Failed() if message.update == self._update and number not in self.failed:
                 if self.forgiving:
                     _log.warning("update %s goes on, but not for %s: %s", self._update, peer.name, message.text)
                 self.failed[number] = message
             case wire.Present() | wire.Accept() | wire.Applied() | wire.Failed() if message.update < self._update:
-                pass
+                return False
             case wire.Stranded() if message.update < self._update:
                 peer.conversation.received(message)
                 self.stranded_late.add(number)
             case _:
                 raise ProtocolError(f"{peer.name} sent {type(message).__name__.lower()}, which may not come now")
+        return True
 
     def _may_strand(self, peer: Peer) -> bool:
         """Whether chunks are under way to a receiver, or passed over by it."""
@@ -157,9 +158,11 @@ class Roster:
         self._peers.remove(peer)
         for lane in [lane for lane in self._lanes if peer.number in lane.receivers]:
             try:
-                lane.drop(peer.number)
-                if not lane.receivers:
-                    self._lanes.remove(lane)
-                    lane.close()
+                try:
+                    lane.drop(peer.number)
+                finally:
+                    if not lane.receivers:
+                        self._lanes.remove(lane)
+                        lane.close()
             except BackendError as failure:
                 _log.warning("backend %s, parting with %s: %s", lane.backend, peer.name, failure)

@@ -11,6 +11,7 @@ from transportkit.deadline import Deadline
 from transportkit.errors import (
     CallbackError,
     DeadlineError,
+    PeerClosedError,
     PeerFailedError,
     TensorError,
     TransportKitError,
@@ -21,7 +22,7 @@ from transportkit.manifest import manifest_id, nbytes
 from transportkit.packing import Packer, pack_piece
 from transportkit.session.convoy import Convoy
 from transportkit.session.opening import Opening
-from transportkit.session.rerouting import Rerouting, agree
+from transportkit.session.rerouting import Rerouting, agree, part_with
 from transportkit.session.results import Report
 from transportkit.session.roster import Roster
 from transportkit.session.sources import Static, Streamed
@@ -103,6 +104,8 @@ class Sending:
             self._peers.minded = None
 
     def _run(self) -> Report:
+        if not self._peers:
+            raise PeerClosedError("every receiver has left the session")
         for peer in self._peers:
             peer.waited = 0.0
         specs = self._source.manifest.specs if isinstance(self._source, Static) else self._source.specs
@@ -164,6 +167,8 @@ class Sending:
             return error
         except TransportKitError:
             pass
+        finally:
+            self._rerouting.forget_stranded()  # whoever said so only now
         return None
 
     @property
@@ -207,31 +212,43 @@ class Sending:
                 metadata=self._metadata,
             )
             self._peers.send(peer, message)
+        for lane in self._lanes:  # from its word on, a receiver may need another lane
+            chunks = self._plans.chunks(lane.terms.chunk_bytes) if isinstance(self._source, Static) else None
+            known = planned.issuperset(lane.receivers)
+            self._convoy.streams.append(Stream(lane, self._number, known_plan=known, chunks=chunks))
         self._convoy.wait(
             lambda: roster.members <= roster.accepted,
             lambda: roster.members - roster.accepted,
             "answer to the manifest",
         )
-        for lane in self._lanes:
-            chunks = self._plans.chunks(lane.terms.chunk_bytes) if isinstance(self._source, Static) else None
-            known = planned.issuperset(lane.receivers)
-            self._convoy.streams.append(Stream(lane, self._number, known_plan=known, chunks=chunks))
         self._convoy.prune()
 
     def _renegotiate(self) -> None:
-        """Agree anew with those whose lanes were for the last update only."""
-        numbers = (self._again | self._roster.stranded_late) & self._peers.numbers
+        """Agree anew with those whose lanes were for the last update only, and with those who shared these lanes."""
+        numbers = set(self._again | self._roster.stranded_late) & self._peers.numbers
         if not numbers:
             return
+        bounds: dict[int, int] = {}
         for lane in [lane for lane in self._lanes if numbers.intersection(lane.receivers)]:
+            numbers.update(lane.receivers)
+            bounds |= dict.fromkeys(lane.receivers, lane.terms.chunk_bytes)
             self._lanes.remove(lane)
-            lane.close()
+            part_with(lane)
         first = 1 + max((lane.terms.lane for lane in self._lanes), default=-1)
-        agreed = agree(self._roster, numbers, lambda left: Opening(self._ground, left, first_lane=first))
+        forgiving = self._roster.forgiving
+        agreed = agree(
+            self._roster, numbers, lambda left: Opening(self._ground, left, first_lane=first, forgiving=forgiving)
+        )
         self._again = frozenset()
-        if agreed is not None:
-            self._lanes += agreed[1]
-            self._agreed(agreed[0])
+        if agreed is None:
+            return
+        agreement, lanes = agreed
+        for lane in lanes:
+            for number in lane.receivers:
+                if lane.terms.chunk_bytes != bounds.get(number):
+                    self._peers[number].manifest_id = ""  # the plan that it knows is of other chunks
+        self._lanes += lanes
+        self._agreed(agreement)
 
     def _send_static(self, source: Static) -> None:
         convoy = self._convoy

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 #: The methods that a wrapped backend passes on.
 TRANSPORT_METHODS = ("probe", "match", "inherit", "exporter", "importer")
 EXPORTER_METHODS = (
-    "slots", "invite", "admit", "hear", "connect", "locate", "packing", "ready", "publish", "drop", "abort", "close",
+    "slots", "invite", "admit", "hear", "connect", "locate", "packing", "ready", "publish", "drop", "reclaim", "abort",
+    "close",
 )  # fmt: skip
 IMPORTER_METHODS = ("join", "hear", "connect", "attach", "detach", "open", "reading", "release", "abort", "close")
 

@@ -79,9 +79,15 @@ class Enclosure(Struct, frozen=True, tag="enclosure"):
 
 
 class Withdrawn(Struct, frozen=True, tag="withdrawn"):
-    """Outbox to inbox: the message that has begun ends here and is not to be delivered."""
+    """Outbox to inbox: the message that has begun ends here and is not to be delivered.
+
+    Args:
+        number: of the message.
+        broken: the bytes of a chunk do not come, although `Moved` said so: the backend failed.
+    """
 
     number: int
+    broken: bool = False
 
 
 class Go(Struct, frozen=True, tag="go"):
@@ -92,7 +98,8 @@ class Go(Struct, frozen=True, tag="go"):
 
 
 class Moved(Struct, frozen=True, tag="moved"):
-    """Outbox to inbox: this chunk's bytes have been sent. The answer to `Go`."""
+    """Outbox to inbox: this chunk's bytes precede this on the link; or follow at once, where they come otherwise. The
+    answer to `Go`."""
 
     number: int
     seq: int

@@ -72,6 +72,8 @@ class Bookkeeping(Subject):
         exports = {h.location.export for h in opened} - {None}
         assert journal.count("attach") == len(exports) <= slots, "an export is attached once, and made once per slot"
         assert sorted(e.args[0] for e in journal.of("detach")) == sorted(exports)  # type: ignore[type-var]
+        reclaimed = [e.args[:2] for e in journal.of("reclaim")]
+        assert sorted(reclaimed) == sorted((0, export) for export in exports), "an export is reclaimed once"
         methods = [e.method for e in journal.entries]
         if exports:
             assert methods.index("importer.attach") < methods.index("importer.open")

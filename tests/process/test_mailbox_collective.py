@@ -1,0 +1,97 @@
+"""Mailboxes over a backend that moves chunks by a collective: a message that is taken back costs nobody else's."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from mailbox_ends import Way, address_in
+
+import transportkit as tk
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.timeout(90),
+    pytest.mark.skipif(
+        "gloo" not in entry_points(group="transportkit.backends").names,
+        reason="transportkit-collective is not installed",
+    ),
+]
+
+
+@pytest.fixture
+def way(tmp_path: Path) -> Way:
+    return Way("gloo", address_in(tmp_path))
+
+
+class Taking:
+    """Takes messages on a thread until the inbox is closed."""
+
+    def __init__(self, inbox: tk.Inbox) -> None:
+        self.inbox = inbox
+        self.taken: list[Any] = []
+        self._thread = threading.Thread(target=lambda: self.taken.extend(inbox))
+        self._thread.start()
+
+    def end(self) -> list[Any]:
+        """All that came, once nothing more is under way."""
+        self.inbox.close()
+        self._thread.join(20)
+        return self.taken
+
+
+def test_a_put_that_gives_up_while_the_inbox_waits_costs_only_its_message(way: Way) -> None:
+    with way.both() as (inbox, outbox):
+        taking = Taking(inbox)
+        for number in range(6):
+            tensor = torch.full((20_000,), float(number))
+            if number % 2:
+                outbox.put(tensor)
+            else:
+                with pytest.raises(tk.DeadlineError, match="no reader"):
+                    outbox.put(tensor, timeout=0)
+        outbox.flush(10)
+        assert outbox.stats.withdrawn == 3
+        assert outbox.stats.slots_in_use == 0
+        assert [int(each[0]) for each in taking.end()] == [1, 3, 5]
+        assert inbox.stats.dropped == {"withdrawn": 3}
+
+
+def test_with_timeouts_at_random_what_is_said_to_be_delivered_is(way: Way) -> None:
+    dice = random.Random(4)
+    with way.both({"slots": 2, "chunk_bytes": 20_000}, inline=1000) as (inbox, outbox):
+        taking, put = Taking(inbox), []
+        limit, number = time.monotonic() + 2, 0
+        while time.monotonic() < limit:
+            number += 1
+            tensors = [torch.full((dice.choice([1, 300, 4000, 30_000]),), float(number)) for _ in range(2)]
+            try:
+                outbox.put(tensors, timeout=dice.choice([0, 0.0005, 0.002, 0.01, 1]))
+            except tk.DeadlineError:
+                continue
+            put.append(number)
+        outbox.flush(10)
+        taken = taking.end()
+    assert [int(each[0][0]) for each in taken] == put
+    assert all((tensor == each[0][0]).all() for each in taken for tensor in each)
+    assert 0 < len(put) < number
+
+
+def test_hundreds_of_messages_may_be_put_behind_one_that_is_still_on_its_way(way: Way) -> None:
+    with way.both({"capacity": 1000}, capacity=1000) as (inbox, outbox):
+        taking = Taking(inbox)
+        for _ in range(3):
+            outbox.put(torch.ones(500_000))
+            for number in range(600):
+                outbox.put(number)
+        outbox.flush(20)
+        taken = taking.end()
+        assert [each for each in taken if isinstance(each, int)] == [*range(600)] * 3
+        assert len(taken) == 1803
