@@ -287,6 +287,25 @@ def test_a_receiver_that_comes_late_is_held_and_admitted(backend: str, address: 
                 each.finish()
 
 
+def test_when_all_have_left_others_may_still_come_late(address: str) -> None:
+    with Remote("receive", address, **SMALL) as first, tk.serve(address, late=True, **SMALL) as sender:
+        first.start(load)
+        sender.send(model())
+        assert first.answer()[0] == []
+        first.finish()
+        for _ in range(2):
+            error, _ = caught(sender.send, model())
+            assert isinstance(error, tk.PeerClosedError)
+            assert sender.closed is None
+        with Remote("receive", address, **SMALL) as second:
+            assert sender.admit(wait=20) == (1,)
+            assert [each.receiver for each in sender.agreement.assignments] == [1]
+            second.start(load)
+            assert set(sender.send(model()).backends) == {1}
+            assert second.answer()[0] == []
+            second.finish()
+
+
 def test_one_that_comes_late_is_refused_at_once_without_it(address: str) -> None:
     with Remote("receive", address, **SMALL) as first, tk.serve(address, **SMALL) as sender:
         error, _ = caught(tk.connect, address, **SMALL)

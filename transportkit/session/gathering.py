@@ -110,6 +110,11 @@ class Gathering:
                 os.eventfd_read(self._wake)
 
     @property
+    def holds(self) -> bool:
+        """Whether surplus receivers are held."""
+        return self._late is not None
+
+    @property
     def late(self) -> int:
         """How many receivers are held until they are admitted."""
         with self._lock:

@@ -13,6 +13,7 @@ from transportkit import wire
 from transportkit.deadline import Deadline
 from transportkit.errors import (
     BackendError,
+    PeerClosedError,
     PeerFailedError,
     TransportKitError,
     UsageError,
@@ -132,10 +133,17 @@ class Sender:
 
     @property
     def agreement(self) -> Agreement:
-        """Who uses which backend, and why not another one; print it. Raises `UsageError` before anything is agreed."""
+        """Who uses which backend, and why not another one; print it. Without those who have left.
+
+        Raises `UsageError` before anything is agreed.
+        """
         if self._agreement is None:
             self._guard.check()
             raise UsageError("nobody is agreed with yet; enter the sender (`with`) or call wait() first")
+        here = self._peers.numbers
+        if any(each.receiver not in here for each in self._agreement.assignments):
+            kept = tuple(each for each in self._agreement.assignments if each.receiver in here)
+            self._agreement = wire.Agreement(self._agreement.session, self._agreement.sender, kept)
         return self._agreement
 
     @property
@@ -260,6 +268,10 @@ class Sender:
             wait = self._options.wait if wait is None else wait
             deadline = Deadline(wait, "receiver ready for the update", "wait")
             self._open(deadline)
+            if not len(self._peers):
+                raise PeerClosedError(
+                    "no receiver is left; `admit` takes in those who come late", peer="every receiver"
+                )
             resolved = resolve(source, post, self._previous)
             self._updates += 1
             sending = Sending(
@@ -317,7 +329,8 @@ class Sender:
         if torn and isinstance(error, TransportKitError):
             error.torn = torn
             error.args = (f"{error.args[0]}; torn: {', '.join(torn)}", *error.args[1:])
-        if not sending.settled(error):
+        others_may_come = self._gathering.holds and not len(self._peers) and isinstance(error, TransportKitError)
+        if not sending.settled(error) and not others_may_come:
             self._end(error)
 
     # -- beginning and end --------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import collections
 import functools
 from typing import TYPE_CHECKING
 
-from transportkit.errors import BackendError, LeaseError, PeerFailedError, ProtocolError
+from transportkit.errors import BackendError, LeaseError, ProtocolError
 from transportkit.transport import Importer
 from transportkit.wire import decode_as, raw
 from transportkit_collective.head import HEAD
@@ -98,13 +98,7 @@ class CollectiveImporter(Importer):
             if not self._ahead:
                 self._ask()
             job, slot = self._ahead[0]
-            try:
-                head = self._member.result(job, deadline)
-            except PeerFailedError:
-                # The update has ended, and its sender has broadcast the chunk nevertheless, and waits for our word.
-                if not self._member.linger(job, deadline):
-                    raise
-                head = self._member.result(job, deadline)
+            head = self._member.result(job, deadline)
             self._ahead.popleft()
             if head is not None and head.chunk >= wanted:
                 break

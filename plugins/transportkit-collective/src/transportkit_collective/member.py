@@ -5,11 +5,9 @@ The exporter and every importer have one. What is moved, and when, is theirs.
 
 from __future__ import annotations
 
-import select
-import time
 from typing import TYPE_CHECKING, TypeVar
 
-from transportkit.errors import BackendError, PeerFailedError, ProtocolError, ResourceError
+from transportkit.errors import BackendError, ProtocolError, ResourceError
 from transportkit_collective.runner import Bell, Runner, parked
 from transportkit_collective.store import LinkStore
 
@@ -25,9 +23,6 @@ T = TypeVar("T")
 
 #: How long `close` waits for a group that is at rest, or was severed, to go; it takes a few milliseconds. In seconds.
 CLOSING = 0.5
-
-#: How long an importer waits for a chunk whose update its sender has ended meanwhile, in seconds. It is on its way.
-LINGERING = 5.0
 
 #: Slack of the bound that a group has of its own, in seconds: our deadlines are to be the first.
 SLACK = 2.0
@@ -71,16 +66,13 @@ class Member:
     def turn(self, deadline: Deadline) -> None:
         """Wait until the bell rings: a job is done, a word was heard, or this end was stopped.
 
-        Raises what `Wiring.check` raises, and `DeadlineError`. The group has ended then, unless it is
-        `PeerFailedError`: an update has failed over there, and the next one may follow.
+        Raises what `Wiring.check` raises, and `DeadlineError`. The group has ended then.
         """
         try:
             self.check()
             self._wiring.wait_readable(self.bell.fileno(), deadline)
             self.bell.quiet()
             self.check()
-        except PeerFailedError:
-            raise
         except BaseException as error:
             self.end(str(error))
             raise
@@ -98,16 +90,6 @@ class Member:
         if job.error is not None:
             raise self._failure(job.error) from job.error
         return job.value()
-
-    def linger(self, job: Job[T], deadline: Deadline) -> bool:
-        """Wait a while for a job that is about to be done, whatever the links say; whether it is."""
-        end = time.monotonic() + (deadline.remaining(cap=LINGERING) or 0.0)
-        poller = select.poll()
-        poller.register(self.bell.fileno(), select.POLLIN)
-        while not job.done and not self._ended and time.monotonic() < end:
-            poller.poll(100)
-            self.bell.quiet()
-        return job.done
 
     def look(self, jobs: list[Job[None]]) -> list[Job[None]]:
         """Those that are still at work. Raises as `result` for one that has failed."""
