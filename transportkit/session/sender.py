@@ -133,17 +133,13 @@ class Sender:
 
     @property
     def agreement(self) -> Agreement:
-        """Who uses which backend, and why not another one; print it. Without those who have left.
+        """Who uses which backend, and why not another one; print it. Those who have left are in it until the next one.
 
         Raises `UsageError` before anything is agreed.
         """
         if self._agreement is None:
             self._guard.check()
             raise UsageError("nobody is agreed with yet; enter the sender (`with`) or call wait() first")
-        here = self._peers.numbers
-        if any(each.receiver not in here for each in self._agreement.assignments):
-            kept = tuple(each for each in self._agreement.assignments if each.receiver in here)
-            self._agreement = wire.Agreement(self._agreement.session, self._agreement.sender, kept)
         return self._agreement
 
     @property
