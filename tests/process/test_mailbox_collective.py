@@ -49,19 +49,22 @@ class Taking:
 
 def test_a_put_that_gives_up_while_the_inbox_waits_costs_only_its_message(way: Way) -> None:
     with way.both() as (inbox, outbox):
-        taking = Taking(inbox)
-        for number in range(6):
+        taking, put, errors = Taking(inbox), [], []
+        for number in range(20):
             tensor = torch.full((20_000,), float(number))
-            if number % 2:
-                outbox.put(tensor)
-            else:
-                with pytest.raises(tk.DeadlineError, match="no reader"):
-                    outbox.put(tensor, timeout=0)
+            try:
+                outbox.put(tensor, timeout=None if number % 2 else 0)
+            except tk.DeadlineError as error:
+                errors.append((number % 2, str(error)))
+            else:  # with no time at all it may still meet a reader that is quick
+                put.append(number)
         outbox.flush(10)
-        assert outbox.stats.withdrawn == 3
+        assert errors
+        assert all(not patient and "no reader" in text for patient, text in errors)
+        assert outbox.stats.withdrawn == len(errors)
         assert outbox.stats.slots_in_use == 0
-        assert [int(each[0]) for each in taking.end()] == [1, 3, 5]
-        assert inbox.stats.dropped == {"withdrawn": 3}
+        assert [int(each[0]) for each in taking.end()] == put
+        assert inbox.stats.dropped == {"withdrawn": len(errors)}
 
 
 def test_with_timeouts_at_random_what_is_said_to_be_delivered_is(way: Way) -> None:
