@@ -263,8 +263,8 @@ def test_a_sender_exits_although_its_receiver_read_nothing(folder: Path, backend
             assert sender.stdout.readline() == "ready\n"
             receiver.heard()
             began = time.monotonic()
-            assert sender.wait(10) == 0
-            assert time.monotonic() - began < 5
+            assert sender.wait(20) == 0
+            assert time.monotonic() - began < 10  # 3 of them its own; a busy machine may need a while to end a process
             assert sender.stdout.read().split() == [str(fate == "SIGSTOP"), str(fate == "SIGKILL")]
     finally:
         sender.kill()
