@@ -82,7 +82,7 @@ class Roster:
                 raise error
             self._error = self._error or error
             if between or peer.number in self.applied:
-                _log.info("%s has left: %s", peer.name, error)
+                _log.debug("%s has left: %s", peer.name, error)
             else:
                 _log.warning("update %s goes on without %s: %s", self._update, peer.name, error)
                 self.lost[peer.number] = str(error)
