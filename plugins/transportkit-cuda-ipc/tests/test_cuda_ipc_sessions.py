@@ -269,11 +269,11 @@ def test_without_cuda_it_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_without_cuda_asking_for_it_is_refused_on_both_sides(tmp_path: Path) -> None:
-    with pytest.raises(BackendUnavailableError, match="cuda-ipc.* cannot be used here"):
+    with pytest.raises(BackendUnavailableError, match=r"cuda-ipc.* cannot be used here"):
         serve(f"unix:{tmp_path}/s", backends=("cuda-ipc",))
     sender = serve(f"unix:{tmp_path}/t")
     try:
-        with pytest.raises(BackendUnavailableError, match="cuda-ipc.* cannot be used here"):
+        with pytest.raises(BackendUnavailableError, match=r"cuda-ipc.* cannot be used here"):
             connect(sender.address, backends=("cuda-ipc",), wait=WITHIN)
     finally:
         sender.close()
