@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -429,3 +430,48 @@ def test_types_with_default_values_and_tags_cross(tmp_path: Path) -> None:
         outbox.put(Pong(torch.ones(1)))
         assert inbox.get(timeout=5) == Ping(1)
         assert isinstance(inbox.get(timeout=5), Pong)
+
+
+def put_and_hang(talk: Talk, where: Any) -> None:
+    """Puts one message, which is taken; then does nothing until it is killed."""
+    outbox = reach(where)
+    outbox.put("put")
+    outbox.flush(20)
+    talk.say(outbox.identity)
+    time.sleep(600)
+
+
+def test_taking_ends_with_an_error_when_all_are_gone_and_one_was_lost(way: Way) -> None:
+    with way.inbox(producers=2) as inbox, Child(put_and_hang, way.where(inbox)) as child:
+        assert inbox.get(timeout=20) == "put"
+        child.heard()
+        child.signal(signal.SIGKILL)
+        with pytest.raises(tk.DeadlineError):  # one more is expected
+            inbox.get(timeout=0.3)
+        with way.outbox(inbox):  # comes and leaves
+            pass
+        with pytest.raises(tk.PeerLostError, match="of 2 producers 1 have left in order, 1 were lost"):
+            list(inbox)
+        with pytest.raises(tk.DeadlineError):  # that was said; somebody may start it again
+            inbox.get(timeout=0.1)
+        with way.outbox(inbox) as again:
+            again.put("again")
+            again.put("and again")
+            assert inbox.get(timeout=20) == "again"
+            assert inbox.get(timeout=20) == "and again"
+        assert list(inbox) == []
+
+
+def test_a_tensor_of_a_producer_that_is_gone_is_not_waited_for(way: Way) -> None:
+    with way.inbox() as inbox, Child(put_and_hang, way.where(inbox)) as child, way.outbox(inbox) as other:
+        taking = tk.OutOfBand(inbox)  # for as long as the inbox's timeout
+        assert inbox.get(timeout=20) == "put"
+        gone = child.heard()
+        other.put([torch.arange(3)])
+        killer = threading.Timer(0.3, child.signal, [signal.SIGKILL])
+        killer.start()
+        with pytest.raises(tk.PeerLostError, match="message 2 of it did not come") as caught:
+            taking.fetch(gone, 2, 0)
+        killer.join()
+        assert caught.value.peer == gone
+        assert taking.fetch(other.identity, 1, 0).tolist() == [0, 1, 2]  # came meanwhile, and is kept

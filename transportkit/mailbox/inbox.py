@@ -71,7 +71,8 @@ class Inbox:
                 inherit their outboxes (`outbox`).
             type: what a message must be: a msgspec Struct, an attrs class, a dataclass, or any other type that msgspec
                 decodes, with fields annotated `torch.Tensor` or `numpy.ndarray`. By default anything, as builtins.
-            producers: how many are expected: when so many have left in order, iterating ends.
+            producers: how many are expected: when so many have left in order, iterating ends. When so many have come
+                and gone and some of them were lost, it raises instead; once, so that new ones can be waited for.
             capacity: most messages of one producer that may be put and not taken; default 64. The smaller of both
                 sides' is agreed.
             spin: how long a `get` looks again and again before it waits in the kernel, in seconds; default 100e-6.
@@ -172,6 +173,7 @@ class Inbox:
                 and, where known, the field are named. It is dropped, and the inbox goes on with the next.
             IntegrityError: the next message is not what was sent. It is dropped, and the inbox goes on.
             PeerClosedError: all ``producers`` have left in order, and everything that they had put is taken.
+            PeerLostError: so many have come and gone, but some were lost; they are named.
             ClosedError: the inbox is closed, perhaps by another thread meanwhile.
         """
         self._check()
@@ -204,7 +206,10 @@ class Inbox:
         return True
 
     def __iter__(self) -> Iterator[Any]:
-        """Messages, as `get` returns them, until this inbox is closed or, with ``producers=``, all have left."""
+        """Messages, as `get` returns them, until this inbox is closed or, with ``producers=``, all have left.
+
+        Raises what `get` raises, but for `PeerClosedError` and, once it is closed, `ClosedError`.
+        """
         self._check()
         while True:
             try:

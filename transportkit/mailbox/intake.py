@@ -14,7 +14,7 @@ import select
 import time
 from typing import TYPE_CHECKING
 
-from transportkit.errors import DeadlineError, PeerClosedError, TransportKitError
+from transportkit.errors import DeadlineError, PeerClosedError, PeerLostError, TransportKitError
 from transportkit.inheritance import give_up
 from transportkit.link.base import close_in_child
 
@@ -29,6 +29,9 @@ _log = logging.getLogger("transportkit")
 
 #: How often a wait looks whether a lease has ended, in seconds, where one is outstanding.
 IDLE_PERIOD = 0.02
+
+#: How many lost producers an error names.
+_NAMED = 4
 
 
 class Intake:
@@ -53,6 +56,8 @@ class Intake:
         self._poller = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller.register(self._wake, select.EPOLLIN)
+        self._lost: list[str] = []
+        """Who was lost and not reported by `_check_expected` yet."""
         self._settle_at = 0.0
         self.unsettled = False
         """Whether a lease has ended and nobody has looked since."""
@@ -98,6 +103,7 @@ class Intake:
                     producer = self._look(events)
                     if producer is not None:
                         return producer
+                    spin = time.monotonic() + (deadline.remaining(self._spin) or 0.0)  # more of it follows at once
                 elif pause:
                     self.settle()
                     producer = self._look()
@@ -176,19 +182,25 @@ class Intake:
             _log.info("%s has left", producer.name)
         else:
             self._counts.lost += 1
+            self._lost.append(f"{producer.name} ({error})")
+            del self._lost[:-_NAMED]
             _log.warning("%s is lost: %s", producer.name, error)
         producer.close(error)
         if not orderly:
             give_up(producer.inherited, "sender", "receiver")
 
     def _check_expected(self) -> None:
-        if (
-            self._expected is not None
-            and self._counts.closed >= self._expected
-            and not self._here
-            and not self._arrived
-        ):
+        if self._expected is None or self._here or self._arrived:
+            return
+        closed, lost = self._counts.closed, self._counts.lost
+        if closed >= self._expected:
             raise PeerClosedError(f"all {self._expected} producers have left, and what they put is taken")
+        if self._lost and closed + lost >= self._expected:
+            told, self._lost = self._lost, []
+            raise PeerLostError(
+                f"of {self._expected} producers {closed} have left in order, {lost} were lost, and none is there any "
+                f"more; lost was {'; '.join(told)}"
+            )
 
     def _empty(self, deadline: Deadline) -> DeadlineError:
         told = [f"{len(self._here)} producers are there"]

@@ -23,6 +23,7 @@ from transportkit.errors import (
     DeadlineError,
     MessageError,
     PeerError,
+    PeerLostError,
     ProtocolError,
     UsageError,
 )
@@ -41,6 +42,9 @@ _log = logging.getLogger("transportkit")
 
 #: The codes of the extension values: a tensor that travels through the outbox, and one that is right there.
 AWAY, HERE = 115, 116
+
+#: How often a wait for a tensor looks whether its producer is still there, in seconds.
+_LOOK_PERIOD = 0.1
 
 
 class Away(Struct, frozen=True, array_like=True):
@@ -186,6 +190,7 @@ class OutOfBand:
 
         Raises:
             DeadlineError: it has not come within ``timeout``.
+            PeerLostError: it has not come, and its producer is gone.
             MessageError: it was fetched or dropped already.
             ProtocolError: these are no bytes of an `OutOfBand`.
         """
@@ -233,6 +238,7 @@ class OutOfBand:
             raise UsageError("this OutOfBand is that of an Outbox: it encodes")
         deadline = Deadline(inbox.patience if self._timeout is None else self._timeout, "tensor")
         while key not in self._came:
+            here = key[0] in inbox.producers
             if key[1] <= self._newest.get(key[0], 0):
                 raise MessageError(
                     f"the tensors of message {key[1]} of {key[0]} were fetched or dropped already",
@@ -240,7 +246,15 @@ class OutOfBand:
                     number=key[1],
                 )
             try:
-                value = inbox.get(deadline.remaining())
+                value = inbox.get(deadline.remaining(_LOOK_PERIOD if here else 0.0))
+            except DeadlineError:
+                if not here:
+                    raise PeerLostError(
+                        f"producer {key[0]} is not there any more, and message {key[1]} of it did not come", peer=key[0]
+                    ) from None
+                if deadline.expired():
+                    raise deadline.error() from None
+                continue
             except MessageError:  # of whichever message came next
                 self._note(inbox)
                 if inbox.last == Postmark(*key):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from transportkit.errors import ResourceError
 from transportkit.lifecycle import host_slots
 from transportkit_collective.head import HEAD, TAIL, Head, forget, read
 from transportkit_collective.severing import Address, let_go, listening, shut_down
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 #: Longest message that begins an update over gloo, in bytes. A message is received into memory that may be larger, and
 #: a rank in the middle of the tree passes all of that on: so what may be short has memory of its own size.
 FIRST_BYTES = 1 << 15
+
+#: Descriptors of a gloo group, beside one for each connection: two of a pipe, an epoll, a listening socket, one more
+#: while it looks for its address.
+GLOO_DESCRIPTORS = 5
 
 
 class Plane:
@@ -101,11 +106,33 @@ class Plane:
 
 
 def gloo_group(store: LinkStore, rank: int, size: int, host: str, seconds: float) -> Any:
-    """A gloo group that listens on this address only; no default group is made, used or needed."""
+    """A gloo group that listens on this address only; no default group is made, used or needed.
+
+    Raises:
+        ResourceError: this process may not open as many descriptors as that takes.
+    """
+    _check_descriptors(GLOO_DESCRIPTORS + size - 1)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=seconds)
     return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _check_descriptors(count: int) -> None:
+    """Raise `ResourceError` unless so many can be opened: gloo that fails for want of them leaks some (torch 2.14)."""
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.eventfd(0, os.EFD_CLOEXEC))  # noqa: PERF401 - what was opened must be known in any case
+    except OSError as error:
+        raise ResourceError(
+            f"a gloo group takes {count} descriptors, and after {len(opened)} the system said: {error.strerror}; "
+            "raise the limit (`ulimit -n`), or close some",
+            backend="gloo",
+        ) from error
+    finally:
+        for one in opened:
+            os.close(one)
 
 
 class GlooPlane(Plane):
