@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -76,12 +77,22 @@ def _descriptors() -> Counter[str]:
     return kinds
 
 
+@functools.cache
+def _start_cuda() -> None:
+    """Have the GPU's driver open what it keeps open: no test leaves that behind. Skipped tests do not come here."""
+    import torch
+
+    torch.ones(1, device="cuda").cpu()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a child process, a socket or shared memory behind.
 
     Waits `GRACE` seconds first; `pytest.mark.leaves_children` switches the part about processes off.
     """
+    if request.node.get_closest_marker("gpu"):
+        _start_cuda()
     processes, descriptors = _children(), _descriptors()
     yield
     check_children = request.node.get_closest_marker("leaves_children") is None

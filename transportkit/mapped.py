@@ -118,15 +118,17 @@ class MappedImporter(Importer):
         """Nothing to do: the mapping goes with its last view, never before it."""
 
     def open(self, header: Chunk, attached: Tensor | None, deadline: Deadline) -> Tensor:
-        """The chunk in place. Raises `ProtocolError` where the header points outside the arena."""
+        """The chunk in place. Raises `ProtocolError` where the header points at anything but a slot of the arena."""
         if self._aborted:
             raise stopped(self.backend)
-        start, nbytes = header.location.offset, header.nbytes
+        start, nbytes, layout = header.location.offset, header.nbytes, self._layout
         if attached is None or header.location.export != EXPORT:
             raise ProtocolError(f"the header names export {header.location.export}, the arena is export {EXPORT}")
-        if start < 0 or not 0 <= nbytes <= attached.numel() - start:
+        slot, within = divmod(start, layout.stride)
+        if within or not 0 <= slot < layout.slots or not 0 <= nbytes <= layout.chunk_bytes:
             raise ProtocolError(
-                f"the header points at {nbytes} bytes from {start} on, the arena has {attached.numel()} bytes"
+                f"the header points at {nbytes} bytes from {start} on, the arena has {layout.slots} slots of "
+                f"{layout.chunk_bytes} bytes, {layout.stride} apart"
             )
         return attached[start : start + nbytes]
 

@@ -126,7 +126,8 @@ _targets: dict[str, Tensor] = {}
 
 def targets(wanted: Shapes, device: str) -> dict[str, Tensor]:
     """Tensors on a device, kept from one update to the next."""
-    if {name: tuple(t.shape) for name, t in _targets.items()} != {name: shape for name, (shape, _) in wanted.items()}:
+    kept = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in _targets.items()}
+    if kept != wanted or {t.device.type for t in _targets.values()} != {torch.device(device).type}:
         _targets.clear()
         for name, (shape, dtype) in wanted.items():
             _targets[name] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)

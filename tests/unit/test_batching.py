@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
@@ -9,8 +11,9 @@ from transportkit import unpacking
 from transportkit.batching import SMALL_BYTES, Batch
 from transportkit.chunk import plan, used
 from transportkit.manifest import static_manifest, wire_nbytes
-from transportkit.packing import Packer, Writer
-from transportkit.testing.samples import bulk, empty_like, prints, samples
+from transportkit.packing import Packer, Writer, pack_piece
+from transportkit.testing.samples import bulk, empty_like, placed, prints, samples
+from transportkit.wire import Piece
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -69,6 +72,32 @@ def test_what_does_not_suit_is_left_to_a_copy_of_its_own() -> None:
     assert not batch.add(grid.clone(), 0, 48, 0), "a second tensor for the same bytes"
 
 
+@pytest.mark.parametrize(("first", "offset"), [(8, 4), (4, 8), (8, 6), (8, 1), (3, 8), (8, 8)])
+def test_what_is_aligned_to_less_is_copied_in_smaller_words(first: int, offset: int) -> None:
+    memory = torch.arange(64, dtype=torch.uint8)
+    source, slot = memory[first : first + 16], torch.zeros(32, dtype=torch.uint8)
+    with torch.inference_mode():
+        batch = Batch(slot)
+        assert batch.add(source, 0, 16, offset)
+        batch.pack()
+    assert slot[offset : offset + 16].tolist() == source.tolist()
+    assert not slot[:offset].any()
+    assert not slot[offset + 16 :].any()
+
+
+def test_a_storage_that_begins_anywhere_is_taken_as_it_is() -> None:
+    memory = torch.arange(64, dtype=torch.uint8)
+    shift = -memory.data_ptr() % 8 + 4
+    storage = torch.frombuffer((ctypes.c_uint8 * 40).from_address(memory.data_ptr() + shift), dtype=torch.uint8)
+    source, slot = storage[4:20], torch.zeros(16, dtype=torch.uint8)
+    assert (source.data_ptr() % 8, source.storage_offset()) == (0, 4), "torch views it by the offset"
+    with torch.inference_mode():
+        batch = Batch(slot)
+        assert batch.add(source, 0, 16, 0)
+        batch.pack()
+    assert slot.tolist() == source.tolist()
+
+
 def test_a_batch_rewrites_no_bit() -> None:
     patterns = torch.arange(65_536, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.bfloat16, torch.float16):
@@ -111,3 +140,35 @@ def test_targets_elsewhere_are_taken_again_for_the_next_update(
                 target.view(torch.uint8).zero_()
         assert writer.resume(list(targets.values())), "matched anew, at many times the cost"
     assert not writer.resume(list(empty_like(expected).values())), "other memory"
+
+
+def test_samples_keep_their_layouts_on_another_device() -> None:
+    for name, tensor in samples().items():
+        there = placed(tensor, "meta")
+        assert there.is_meta
+        assert (there.dtype, there.shape, there.stride()) == (tensor.dtype, tensor.shape, tensor.stride()), name
+        assert (there.is_conj(), there.is_neg()) == (tensor.is_conj(), tensor.is_neg()), name
+        assert placed(tensor, "cpu") is tensor
+
+
+class Elsewhere(torch.Tensor):
+    """Host memory that says it is a GPU's."""
+
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+
+
+def test_a_tensor_that_its_source_lets_go_of_is_kept_for_the_stream_that_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[tuple[int, str]] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the current one of {device}")
+    monkeypatch.setattr(
+        Elsewhere, "record_stream", lambda self, stream: kept.append((self.data_ptr(), stream)), raising=False
+    )
+    tensor, slot = (torch.arange(64, dtype=torch.uint8).as_subclass(Elsewhere) for _ in range(2))
+    pack_piece(tensor, Piece(0, 0, 16, 8), slot)
+    assert kept == [(tensor.data_ptr(), "the current one of cpu")]
+    pack_piece(tensor, Piece(0, 0, 0, 8), slot)
+    pack_piece(tensor, Piece(0, 0, 16, 8), torch.zeros(64, dtype=torch.uint8))
+    assert len(kept) == 1, "a copy to the host is over when it returns"

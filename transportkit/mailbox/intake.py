@@ -103,7 +103,6 @@ class Intake:
                     producer = self._look(events)
                     if producer is not None:
                         return producer
-                    spin = time.monotonic() + (deadline.remaining(self._spin) or 0.0)  # more of it follows at once
                 elif pause:
                     self.settle()
                     producer = self._look()

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _HELPERS = ("multiprocessing", "resource_tracker", "QueueFeederThread")
 
 
+#: Begins the names of what the driver of a GPU opens and maps as it likes, and leaves where a process is killed.
+_DRIVERS = ("/dev/nvidia", "/dev/shm/cuda.shm.", "/memfd:/.nvidia")
+
 #: Seconds that things have to go away after a test.
 GRACE = 3.0
 
@@ -56,7 +59,8 @@ class Holdings:
         told += [f"{n} more threads named {name!r}" for name, n in (self.threads - earlier.threads).items()]
         told += [f"{n} more mappings of {name}" for name, n in (self.mappings - earlier.mappings).items()]
         shared = sorted(self.shared - earlier.shared)
-        told += [f"/dev/shm/{name}" for name in shared if not _maybe_of_another_worker(name) and not _of_others(name)]
+        paths = {f"/dev/shm/{name}" for name in shared if not _maybe_of_another_worker(name) and not _of_others(name)}
+        told += sorted(path for path in paths if not path.startswith(_DRIVERS))
         return told
 
 
@@ -113,7 +117,8 @@ def _descriptors() -> Counter[str]:
             target = os.readlink(f"/proc/self/fd/{number}")
         except OSError:  # that of the listing itself
             continue
-        kinds[target.partition(":")[0] if target.startswith(("socket:", "pipe:")) else target] += 1
+        if not target.startswith(_DRIVERS):
+            kinds[target.partition(":")[0] if target.startswith(("socket:", "pipe:")) else target] += 1
     return kinds
 
 
@@ -121,6 +126,6 @@ def _mappings() -> Counter[str]:
     names: Counter[str] = Counter()
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         path = line.split(maxsplit=5)[5:]
-        if path and path[0].startswith(("/memfd:", "/dev/shm/")):
+        if path and path[0].startswith(("/memfd:", "/dev/shm/")) and not path[0].startswith(_DRIVERS):
             names[path[0]] += 1
     return names

@@ -38,6 +38,17 @@ def resolved(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
+def placed(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The same values on a device, in the same layout, lazy bits included; what is there already comes as it is."""
+    if tensor.device == torch.device(device):
+        return tensor
+    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).to(device)
+    typed = memory[: memory.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+    typed = typed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    typed = typed.conj() if tensor.is_conj() else typed
+    return torch._neg_view(typed) if tensor.is_neg() else typed
+
+
 def print_of(tensor: Tensor) -> Print:
     """What identifies a tensor's value; it can be pickled, and compared with ``==``."""
     return dtype_name(tensor.dtype), tuple(tensor.shape), bytes_of(tensor)

@@ -7,7 +7,7 @@ nobody sees bytes that nobody has waited for. In detail:
 - a handle is not mapped by the process that made it, unless the double says `alone`;
 - a handle is mapped once at a time in a process; each mapping ends once;
 - memory is not freed while a live process has it mapped;
-- an event that was never recorded is no reason to wait; one that is `stuck` never fires.
+- an event that was never recorded is no reason to wait; on a device that is `stuck` none fires and nothing ends.
 
 What breaks a rule raises `RuleError`.
 """
@@ -130,9 +130,10 @@ class DoubleDevice(Device):
     """A GPU that is none. Subclasses break it in one way each."""
 
     alone: ClassVar[bool] = False
+    stuck: ClassVar[bool] = False
     uuids: ClassVar[tuple[str, ...]] = ("double-0", "double-1")
 
-    def __init__(self, uuid: str, slots: int, *, interprocess: bool = False) -> None:
+    def __init__(self, uuid: str, slots: int = 0, *, interprocess: bool = False) -> None:
         if uuid not in self.uuids:
             raise BackendError(f"GPU {uuid} is not visible here, only {', '.join(self.uuids)}", backend="cuda-ipc")
         self._slots = slots
@@ -140,7 +141,6 @@ class DoubleDevice(Device):
         self._block: Block | None = None
         self._theirs: Block | None = None
         self._asked: set[int] = set()
-        self._stuck = False
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -169,6 +169,8 @@ class DoubleDevice(Device):
         return HANDLE.pack(os.getpid(), block.file, block.identity, block.slots)
 
     def free(self, whole: Tensor) -> None:
+        if self.stuck:
+            raise RuleError("freed while something is queued on it, which would hold up whoever frees")
         block = self._block
         if block is None or _own.pop(block.identity, None) is None:
             raise RuleError("freed twice, or what was never allocated")
@@ -218,13 +220,15 @@ class DoubleDevice(Device):
 
     @contextlib.contextmanager
     def packing(self, slot: int) -> Iterator[None]:
-        yield
-        assert self._block is not None
-        self._asked.discard(slot)
-        self._block.counters[FIRST_EVENT + 2 * slot] += 1
+        try:
+            yield
+        finally:
+            assert self._block is not None
+            self._asked.discard(slot)
+            self._block.counters[FIRST_EVENT + 2 * slot] += 1
 
     def packed(self, slot: int) -> bool:
-        if self._stuck or self._block is None:
+        if self.stuck or self._block is None:
             return False
         if slot not in self._asked:  # never at once
             self._asked.add(slot)
@@ -243,13 +247,9 @@ class DoubleDevice(Device):
         seen = torch.frombuffer(owner, dtype=torch.uint8)  # type: ignore[call-overload]
         attrs.evolve(self._theirs, seen=seen).fire(slot)
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        yield
-
     def idle(self) -> Callable[[], bool]:
         answers = iter([False, True])
-        return lambda: next(answers, True) and not self._stuck
+        return lambda: next(answers, True) and not self.stuck
 
 
 class AloneDevice(DoubleDevice):
@@ -292,7 +292,7 @@ class NeverIdle(DoubleDevice):
     """A receiver's GPU that does not finish what is queued."""
 
     def idle(self) -> Callable[[], bool]:
-        return lambda: False
+        return super().idle() if self._block is not None else lambda: False
 
 
 class TwiceMapped(DoubleDevice):

@@ -88,7 +88,7 @@ def test_a_machine_that_can(machine: Path) -> None:
         ("GPU-bbbb", [C]),
         ("2,-1,0", [C]),
         ("2,7,0", [C]),
-        ("0,0", [A]),
+        ("1,0,1", []),
         ("GPU-aaaa", []),  # it names two
         ("", []),
         (" 2 , 1 ", [C, B]),
@@ -138,6 +138,14 @@ def test_a_driver_without_its_libraries(machine: Path) -> None:
 def test_device_files_that_are_not_there(machine: Path, node: str) -> None:
     (machine / node).unlink()
     assert f"/{node} is not here" in told(look(machine))
+
+
+@pytest.mark.parametrize("node", survey.NODES)
+def test_device_files_that_are_made_at_the_first_use(machine: Path, node: str) -> None:
+    (machine / node).unlink()
+    (machine / survey.MAKES_NODES).parent.mkdir(parents=True)
+    (machine / survey.MAKES_NODES).write_bytes(b"")
+    assert len(offered(look(machine)).devices) == 3
 
 
 @pytest.mark.parametrize("node", survey.NODES)
@@ -283,6 +291,27 @@ def test_what_the_driver_refuses_is_told(failing: str) -> None:
     with pytest.raises(NvmlError, match=r"Not Supported \(3\)"):
         nvml.read(library)  # type: ignore[arg-type]
     assert library.open == 0
+
+
+def test_a_gpu_that_is_lost_hides_no_other() -> None:
+    library = Library({A: [], B: [], C: [MIG]})
+    uuid = library.nvmlDeviceGetUUID  # type: ignore[attr-defined]
+    lost = {A}
+
+    def fails(handle: ctypes.c_void_p, text: Any, size: int) -> int:
+        return 15 if library.handles[(handle.value or 0) - 1] in lost else uuid(handle, text, size)
+
+    library.nvmlDeviceGetUUID = fails  # type: ignore[attr-defined]
+    assert nvml.read(library).gpus == (Gpu(B, 1), Gpu(MIG, 2))  # type: ignore[arg-type]
+    lost |= {B, MIG}
+    with pytest.raises(NvmlError, match=r"\(15\)"):
+        nvml.read(library)  # type: ignore[arg-type]
+
+
+def test_a_library_that_lacks_what_is_asked_for_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "LIBRARY", "libc.so.6")
+    with pytest.raises(NvmlError, match=r"libc\.so\.6 is too old, or a stub"):
+        nvml.ask()
 
 
 # -- this machine ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 from transportkit.chunk import plan
 from transportkit.testing import ends
-from transportkit.testing.samples import bulk, bytes_of, print_of, prints, samples
+from transportkit.testing.samples import bulk, bytes_of, placed, print_of, prints, samples
 from transportkit.testing.suite.subject import Subject
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Values(Subject):
 
     @pytest.mark.parametrize(("chunk_bytes", "slots", "checksum"), TERMS)
     def test_every_value_arrives(self, chunk_bytes: int, slots: int, checksum: bool | None) -> None:
-        tensors = {name: tensor.to(self.device) for name, tensor in samples().items()}
+        tensors = {name: placed(tensor, self.device) for name, tensor in samples().items()}
         tensors["tied_again"] = tensors["tied"]
         expected = prints(tensors)
         with self.session(chunk_bytes=chunk_bytes, slots=slots, checksum=checksum) as session:

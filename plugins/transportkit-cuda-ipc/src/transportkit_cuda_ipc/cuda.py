@@ -2,6 +2,10 @@
 
 Memory comes from `cudaMalloc`, past torch's allocator, whose settings therefore do not matter; its handle is mapped
 once and unmapped once. The runtime counts nothing: the tether (`transportkit_cuda_ipc.tether`) knows who has it.
+
+An exporter packs on a stream of its own, which waits for the caller's current one first and is waited for afterwards.
+An importer's copies run on the caller's, to whose memory pool the tensors that it makes belong. Between two GPUs torch
+copies on the source's current stream, and has the target's wait for it.
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ class Owner:
     """Device memory as torch takes it over; alive for as long as a tensor views it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
+        self.address = address
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
@@ -68,7 +73,7 @@ class Owner:
 class CudaDevice(Device):
     """One GPU through torch and the CUDA runtime."""
 
-    def __init__(self, uuid: str, slots: int, *, interprocess: bool = False) -> None:
+    def __init__(self, uuid: str, slots: int = 0, *, interprocess: bool = False) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         found = {plain_uuid(str(torch.cuda.get_device_properties(n).uuid)): n for n in range(torch.cuda.device_count())}
         if plain_uuid(uuid) not in found:
@@ -78,11 +83,8 @@ class CudaDevice(Device):
                 backend=NAME,
             )
         self._device = torch.device("cuda", found[plain_uuid(uuid)])
-        with torch.cuda.device(self._device):
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self._events = [torch.cuda.Event(interprocess=interprocess) for _ in range(slots)]  # type: ignore[no-untyped-call]
-            for event in self._events:  # it is on this device from its first record on
-                event.record(self._stream)
+        self._events = [torch.cuda.Event(interprocess=interprocess) for _ in range(slots)]  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self._device) if slots else None  # type: ignore[no-untyped-call]
         self._theirs: list[torch.cuda.Event] = []
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -97,7 +99,11 @@ class CudaDevice(Device):
                 gc.collect()
                 torch.cuda.empty_cache()  # torch's allocator keeps what nobody uses
                 address = call(what, "cudaMalloc", rounded)
-        return self._tensor(Owner(int(address), rounded))
+            try:
+                return self._tensor(Owner(int(address), rounded))
+            except BaseException:
+                call("freeing device memory", "cudaFree", address)
+                raise
 
     def export(self, whole: Tensor) -> bytes:
         with self._current():
@@ -106,7 +112,6 @@ class CudaDevice(Device):
 
     def free(self, whole: Tensor) -> None:
         with self._current():
-            self._stream.synchronize()
             call("freeing device memory", "cudaFree", whole.data_ptr())
 
     def map(self, handle: bytes, nbytes: int, events: Sequence[bytes], unmapped: Callable[[], None]) -> Tensor:
@@ -124,30 +129,35 @@ class CudaDevice(Device):
             flag = runtime.cudaIpcMemLazyEnablePeerAccess
             address = int(call(WHAT_MAPPING, "cudaIpcOpenMemHandle", theirs, flag))
         owner = Owner(address, nbytes)
-        weakref.finalize(owner, self._unmap, address, os.getpid(), unmapped).atexit = False
-        return self._tensor(owner)
+        ending = weakref.finalize(owner, self._unmap, address, os.getpid(), unmapped)
+        ending.atexit = False
+        try:
+            return self._tensor(owner)
+        except BaseException:
+            ending()
+            raise
 
     def _unmap(self, address: int, pid: int, unmapped: Callable[[], None]) -> None:
         if os.getpid() != pid:
             return  # a forked child has no part in it
-        done, end = self.idle(), time.monotonic() + DRAIN_SECONDS
-        while not done():
-            if time.monotonic() > end:
-                _log.warning(
-                    "cuda-ipc: reads of the sender's memory do not end; it stays mapped until this process does"
-                )
-                return
-            time.sleep(0.001)
         try:
+            done, end = self.idle(), time.monotonic() + DRAIN_SECONDS
+            while not done():
+                if time.monotonic() > end:
+                    raise BackendError("reads of the sender's device memory do not end", backend=NAME)
+                time.sleep(0.001)
             with self._current():
                 call("unmapping the sender's device memory", "cudaIpcCloseMemHandle", address)
-        except BackendError as error:  # nobody is left who could be told
+        except Exception as error:  # nobody is left who could be told
             _log.warning("cuda-ipc: %s; the sender keeps it until this process ends", error)
-            return
-        unmapped()
+        else:
+            unmapped()
 
     def _tensor(self, owner: Owner) -> Tensor:
-        return torch.as_tensor(owner, device=self._device)
+        tensor = torch.as_tensor(owner, device=self._device)
+        if tensor.data_ptr() != owner.address:
+            raise BackendError("torch copied device memory that it was to view", backend=NAME)
+        return tensor
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
@@ -160,46 +170,37 @@ class CudaDevice(Device):
 
     @contextlib.contextmanager
     def packing(self, slot: int) -> Iterator[None]:
-        with self._between():
-            yield
-            self._events[slot].record(self._stream)
+        caller, own = torch.cuda.current_stream(self._device), self._stream
+        assert own is not None
+        own.wait_stream(caller)
+        try:
+            # Its GPU has to be the current one: leaving a stream would make a context on any other.
+            with torch.cuda.device(self._device), torch.cuda.stream(own):
+                yield
+        finally:  # also where a copy failed: what is queued must end before the memory does, the source's too
+            self._events[slot].record(own)
+            caller.wait_stream(own)
 
     def packed(self, slot: int) -> bool:
-        return bool(self._events[slot].query())  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device):
+            return bool(self._events[slot].query())  # type: ignore[no-untyped-call]
 
     def events(self) -> tuple[bytes, ...]:
-        return tuple(bytes(event.ipc_handle()) for event in self._events)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device):  # where those that were never recorded are made
+            return tuple(bytes(event.ipc_handle()) for event in self._events)  # type: ignore[no-untyped-call]
 
     def follow(self, slot: int) -> None:
-        if self._theirs:
-            self._stream.wait_event(self._theirs[slot])
-            torch.cuda.current_stream(self._device).wait_event(self._theirs[slot])
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        with self._between():
-            yield
-
-    @contextlib.contextmanager
-    def _between(self) -> Iterator[None]:
-        """What is queued inside goes to our stream: after what the caller's has, before what it gets next.
-
-        Between two GPUs torch copies on the source's current stream, and has the target's wait for it.
-        """
-        caller = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(caller)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:  # also where a copy failed: memory that the caller frees is not used again under one that is queued
-            caller.wait_stream(self._stream)
+        torch.cuda.current_stream(self._device).wait_event(self._theirs[slot])
 
     def idle(self) -> Callable[[], bool]:
-        with torch.cuda.device(self._device):
-            marks = [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
-            marks[0].record(self._stream)
-            marks[1].record(torch.cuda.current_stream(self._device))
-        return lambda: all(mark.query() for mark in marks)  # type: ignore[no-untyped-call]
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record(torch.cuda.current_stream(self._device))
+
+        def done() -> bool:
+            with torch.cuda.device(self._device):
+                return all(event.query() for event in (mark, *self._events))  # type: ignore[no-untyped-call]
+
+        return done
 
     def close(self) -> None:
         self._theirs = []

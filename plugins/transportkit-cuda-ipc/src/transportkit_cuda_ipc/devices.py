@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class Device(abc.ABC):
-    """One GPU as one end of a lane uses it, with streams of its own; all on the session's thread.
+    """One GPU as one end of a lane uses it; all but `free` on the session's thread.
 
-    No method but `free` and `close` waits for the GPU: what tells whether something has ended is asked again.
+    No method but `free` waits for the GPU: what tells whether something has ended is asked again.
 
     Args:
         uuid: which GPU.
-        slots: number of the lane's slots.
+        slots: number of the lane's slots, at its exporter.
         interprocess: whether `events` will be asked for.
 
     Raises:
@@ -32,7 +32,7 @@ class Device(abc.ABC):
     """
 
     @abc.abstractmethod
-    def __init__(self, uuid: str, slots: int, *, interprocess: bool = False) -> None: ...
+    def __init__(self, uuid: str, slots: int = 0, *, interprocess: bool = False) -> None: ...
 
     # -- the exporter's memory ----------------------------------------------------------------------------------------
 
@@ -46,13 +46,16 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def free(self, whole: Tensor) -> None:
-        """Give it back, once, when nobody has it mapped; from any thread."""
+        """Give it back, once, when nobody has it mapped; from any thread. May wait for all that is queued there."""
 
     # -- the exporter's order -----------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def packing(self, slot: int) -> AbstractContextManager[None]:
-        """Copies inside come after what the caller has queued, and what it queues next comes after them."""
+        """Around copies into a slot, which come after what the caller has queued and before what it queues next.
+
+        Also where they fail, `packed` and `idle` tell when what was queued is done.
+        """
 
     @abc.abstractmethod
     def packed(self, slot: int) -> bool:
@@ -75,15 +78,11 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def follow(self, slot: int) -> None:
-        """What this end or the caller queues from now on comes after the last `packing` of that slot, by its event."""
-
-    @abc.abstractmethod
-    def reading(self) -> AbstractContextManager[None]:
-        """Copies inside come after what the caller has queued, and what it queues next comes after them."""
+        """What the caller queues from now on comes after the last `packing` of that slot, by its event."""
 
     @abc.abstractmethod
     def idle(self) -> Callable[[], bool]:
-        """Asks whether all that this end and the caller have queued by now is done."""
+        """Asks whether all that the caller has queued by now, and every `packing`, is done."""
 
     def close(self) -> None:
-        """Let go of streams and events. Idempotent; what is mapped or allocated stays."""
+        """Let go of the events of `map`. Idempotent; what is mapped or allocated stays."""

@@ -1,8 +1,8 @@
 """The two ends: slots in device memory that every importer maps, and who waits for whom; no CUDA call is made here.
 
-The copies into a slot run on a stream of the session's own, after what the caller has queued. How the receiver knows
-that they are done is the `Handover`: by default the sender waits on the host before the header leaves, watching links
-and deadline meanwhile. With events the header leaves at once, and the receiver's streams wait on the device.
+The copies into a slot run on a stream of the exporter's, after what the caller has queued. How the receiver knows that
+they are done is the `Handover`: by default the sender waits on the host before the header leaves, watching links and
+deadline meanwhile. With events the header leaves at once, and the receiver's stream waits on the device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ALIGNMENT = 512
 #: How long a wait for the GPU spins before it sleeps in between, and how long it sleeps then, in seconds.
 SPIN, PAUSE = 200e-6, 50e-6
 
-#: How often a wait looks at the links, in seconds.
+#: How often a wait looks at the links, and one that nobody waits for at the GPU, in seconds.
 LOOK = 0.01
 
 #: How long copies out of a slot, and what the caller has queued before them, may take on the GPU, in seconds.
@@ -142,15 +142,23 @@ class CudaIpcExporter(MappedExporter):
                 self._wiring.check()
 
     def close(self) -> None:
-        """Free the device memory, now or as soon as no importer has it mapped any more."""
+        """Free the device memory: now, or as soon as nobody has it mapped and what is queued on it has ended."""
         whole, self._whole = self._whole, None
         super().close()
-        if whole is not None:
-            device = self._device
-            try:
-                self._anchor.release(lambda: device.free(whole))
-            finally:
-                device.close()
+        if whole is None:
+            return
+        device = self._device
+        done: Callable[[], bool] = lambda: True  # noqa: E731 - of a GPU that has failed, which freeing will say again
+
+        def free() -> None:
+            while not done():
+                time.sleep(LOOK)
+            device.free(whole)
+
+        try:
+            done = device.idle()
+        finally:
+            self._anchor.release(free)
 
 
 class CudaIpcImporter(MappedImporter):
@@ -181,7 +189,7 @@ class CudaIpcImporter(MappedImporter):
         if self._aborted or self._invitation is None:
             raise stopped(self.backend)
         proof = prove(self._terms.token, self._terms.lane)
-        self._device = self._make(decode_as(CudaTerms, self._terms.params).uuid, self._terms.slots)
+        self._device = self._make(decode_as(CudaTerms, self._terms.params).uuid)
         index = self._terms.receivers.index(self._terms.receiver)
         self._tether = Tether(self._invitation.pid, self._invitation.tether, index, proof)
 
@@ -217,8 +225,7 @@ class CudaIpcImporter(MappedImporter):
         if self._device is None:
             raise stopped(self.backend)
         try:
-            with self._device.reading():
-                yield
+            yield
         finally:  # also where a copy failed: what is queued still reads
             self._drain(self._device, stoppable=True)
 

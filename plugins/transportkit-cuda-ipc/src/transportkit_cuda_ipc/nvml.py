@@ -53,7 +53,10 @@ def ask() -> Driver:
         library = ctypes.CDLL(LIBRARY)
     except OSError as error:
         raise NvmlError(f"{LIBRARY} cannot be loaded") from error
-    return read(library)
+    try:
+        return read(library)
+    except AttributeError as error:
+        raise NvmlError(f"{LIBRARY} is too old, or a stub: {error}") from error
 
 
 def read(library: ctypes.CDLL) -> Driver:
@@ -64,10 +67,16 @@ def read(library: ctypes.CDLL) -> Driver:
         count = ctypes.c_uint()
         _check(library, library.nvmlDeviceGetCount_v2(ctypes.byref(count)))
         gpus: list[Gpu] = []
+        failed: NvmlError | None = None
         for number in range(count.value):
             handle = ctypes.c_void_p()
-            _check(library, library.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle)))
-            gpus += [Gpu(uuid, number) for uuid in _instances(library, handle) or [_uuid(library, handle)]]
+            try:
+                _check(library, library.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle)))
+                gpus += [Gpu(uuid, number) for uuid in _instances(library, handle) or [_uuid(library, handle)]]
+            except NvmlError as error:  # one that is lost, or not for this process, says nothing of the others
+                failed = error
+    if failed is not None and not gpus:
+        raise failed
     return Driver((version.value // 1000, version.value % 1000 // 10), tuple(gpus))
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Device files without which no process can use a GPU.
 NODES = ("dev/nvidiactl", "dev/nvidia-uvm")
+#: The driver's program that makes them, for any user, at the first use after a start of the machine.
+MAKES_NODES = "usr/bin/nvidia-modprobe"
 
 
 def survey(
@@ -78,8 +80,9 @@ def survey(
 def visible(gpus: Sequence[Gpu], wanted: str | None) -> list[Gpu]:
     """The GPUs that CUDA shows, in its order, under a value of ``CUDA_VISIBLE_DEVICES``.
 
-    That is a list of numbers, or of UUIDs or beginnings of them; it ends at the first entry that names nothing. Without
-    one, of a divided GPU only its first instance is shown, and where any is divided, nothing else.
+    That is a list of numbers, or of UUIDs or beginnings of them; it ends at the first entry that names nothing, and
+    shows nothing where one comes twice. Without one, of a divided GPU only its first instance is shown, and where any
+    is divided, nothing else.
     """
     if wanted is None:
         divided = [gpu for gpu in gpus if gpu.uuid.startswith("MIG-")]
@@ -91,8 +94,10 @@ def visible(gpus: Sequence[Gpu], wanted: str | None) -> list[Gpu]:
             named = [gpu for gpu in gpus if gpu.number == int(entry)][:1]
         else:
             named = [gpu for gpu in gpus if entry.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(entry)]
-        if len(named) != 1 or named[0] in found:
+        if len(named) != 1:
             break
+        if named[0] in found:
+            return []
         found += named
     return found
 
@@ -159,6 +164,8 @@ def _no_rights(root: str, *, wsl: bool) -> str:
     for node in NODES:
         path = Path(root, node)
         if not path.exists():
+            if Path(root, MAKES_NODES).exists():
+                continue  # CUDA runs it at its first use
             return (
                 f"/{node} is not here; load the driver's modules, or hand the container a GPU (docker run --gpus all)"
             )

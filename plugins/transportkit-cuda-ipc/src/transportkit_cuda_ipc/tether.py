@@ -3,7 +3,7 @@
 Freeing device memory that another process has mapped is undefined, and CUDA counts nothing. So each lane has a small
 memory file, the tether, on which every importer holds a shared lock (`flock`) for as long as its mapping lives. The
 kernel drops the lock of a process that dies. The exporter takes the exclusive lock before it frees; where it cannot,
-the memory is parked, with a thread that waits for that lock, until the last importer lets go.
+or where the GPU does not finish what is queued on it, the memory is parked, with a thread that waits for either.
 
 A process that dies may lose the lock a moment before the driver is through with it. So each importer also writes into
 the tether that it holds, and that it has let go; one that has not said so is waited for until its process is gone.
@@ -41,13 +41,16 @@ HOLDS, LET_GO = b"\x01", b"\x02"
 #: How long a process that is about to be gone is waited for, in seconds, and how often it is looked at.
 GOING_SECONDS, LOOK = 10.0, 0.01
 
+#: How long the end of a lane waits for memory that nobody has mapped to be freed, in seconds.
+FREE_SECONDS = 5.0
+
 LABEL = "transportkit-cuda-ipc"
 
 _parked: set[Anchor] = set()
 
 
 def parked() -> int:
-    """How many lanes' memory this process keeps, since an importer has it mapped still."""
+    """How many lanes' memory this process keeps, since an importer has it mapped still, or its GPU is not through."""
     return len(_parked)
 
 
@@ -74,6 +77,8 @@ class Anchor:
         except OSError as error:
             raise ResourceError(f"no memory file could be made: {error.strerror}", backend=NAME) from error
         self._pids: dict[int, int] = {}
+        self._awaited = False
+        self._error: Exception | None = None
 
     @property
     def fileno(self) -> int:
@@ -84,22 +89,29 @@ class Anchor:
         self._pids[index] = pid
 
     def release(self, free: Callable[[], None]) -> None:
-        """No importer can map from now on. ``free`` is called once, as soon as none has it mapped: at once, or later.
+        """No importer can map from now on. ``free`` is called once, in a thread, as soon as none has it mapped.
 
-        Raises what ``free`` raises, where that is at once.
+        Where none has, that is now, and is waited for; but a GPU that does not finish holds nobody up for long. Raises
+        what ``free`` raises meanwhile.
         """
         os.pwrite(self._file, SHUT, 0)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            free_now = not self._going()
+            self._awaited = not self._going()
         except OSError:
-            free_now = False
-        if free_now:
-            os.close(self._file)
-            free()
-            return
+            self._awaited = False
+        thread = threading.Thread(target=self._wait, args=(free,), name="transportkit-cuda-ipc-parked", daemon=True)
         _parked.add(self)
-        threading.Thread(target=self._wait, args=(free,), name="transportkit-cuda-ipc-parked", daemon=True).start()
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is ending, and what this process has goes with it
+            _parked.discard(self)
+            return
+        if self._awaited:
+            thread.join(FREE_SECONDS)
+            self._awaited = False
+            if self._error is not None:
+                raise self._error
 
     def _wait(self, free: Callable[[], None]) -> None:
         try:
@@ -108,8 +120,11 @@ class Anchor:
             while self._going() and time.monotonic() < end:
                 time.sleep(LOOK)
             free()
-        except Exception as error:  # a thread has nobody to tell
-            _log.warning("cuda-ipc: parked device memory could not be freed: %s", error)
+        except Exception as error:
+            if self._awaited:
+                self._error = error
+            else:  # nobody is left who could be told
+                _log.warning("cuda-ipc: parked device memory could not be freed: %s", error)
         finally:
             _parked.discard(self)
             os.close(self._file)
@@ -136,7 +151,7 @@ class Tether:
         self._mark = MARKS + index
         path = f"/proc/{pid}/fd/{fileno}"
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         except OSError as error:
             raise BackendError(
                 f"process {pid} of the sender cannot be reached from here ({error.strerror}); the two must share the "
