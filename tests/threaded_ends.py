@@ -19,15 +19,27 @@ SMALL: dict[str, Any] = {"chunk_bytes": 4096, "timeout": 20.0, "wait": 20.0}
 
 
 class Ends:
-    """A sender and its receivers in this process, each on a thread of its own."""
+    """A sender and its receivers in this process, each on a thread of its own.
+
+    Args:
+        only: the backends of single receivers.
+        apart: other keywords of single receivers.
+    """
 
     def __init__(
-        self, count: int, *backends: str, only: dict[int, tuple[str, ...]] | None = None, **keywords: Any
+        self,
+        count: int,
+        *backends: str,
+        only: dict[int, tuple[str, ...]] | None = None,
+        apart: dict[int, dict[str, Any]] | None = None,
+        **keywords: Any,
     ) -> None:
-        wanted = options(SMALL | {"backends": backends} | keywords)
+        common = SMALL | {"backends": backends} | keywords
+        wanted = options(common)
         sockets = [pair_sockets() for _ in range(count)]
         self.sender = tk.Sender.over([SocketLink.over(left) for left, _ in sockets], wanted, {})
-        theirs = [options(SMALL | {"backends": (only or {}).get(n, backends)} | keywords) for n in range(count)]
+        own = [{"backends": (only or {}).get(n, backends)} | (apart or {}).get(n, {}) for n in range(count)]
+        theirs = [options(common | one) for one in own]
         self.receivers = [tk.Receiver.over(SocketLink.over(s[1]), w, {}) for s, w in zip(sockets, theirs, strict=True)]
         self.pool = ThreadPoolExecutor(count + 1)
 

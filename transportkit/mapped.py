@@ -113,9 +113,12 @@ class MappedImporter(Importer):
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._aborted = False
+        self._opened: dict[int, tuple[int, Tensor]] = {}
+        """For each slot, what its last chunk was and how long: a tensor costs a message more than all else here."""
 
     def detach(self, export: int) -> None:
-        """Nothing to do: the mapping goes with its last view, never before it."""
+        """Let go of the mapping; it goes with its last view, never before it."""
+        self._opened.clear()
 
     def open(self, header: Chunk, attached: Tensor | None, deadline: Deadline) -> Tensor:
         """The chunk in place. Raises `ProtocolError` where the header points at anything but a slot of the arena."""
@@ -130,7 +133,11 @@ class MappedImporter(Importer):
                 f"the header points at {nbytes} bytes from {start} on, the arena has {layout.slots} slots of "
                 f"{layout.chunk_bytes} bytes, {layout.stride} apart"
             )
-        return attached[start : start + nbytes]
+        length, chunk = self._opened.get(slot, (-1, attached))
+        if length != nbytes:
+            chunk = attached[start : start + nbytes]
+            self._opened[slot] = nbytes, chunk
+        return chunk
 
     def abort(self) -> None:
         self._aborted = True
@@ -138,6 +145,7 @@ class MappedImporter(Importer):
     def close(self) -> None:
         """Let go of the arena; it is unmapped when nothing views it any more."""
         self._aborted = True
+        self._opened.clear()
 
 
 def stopped(backend: str) -> BackendError:

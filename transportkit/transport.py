@@ -177,6 +177,12 @@ class Wiring(abc.ABC):
     def send_payload(self, receiver: int, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:
         """Send one payload frame, the concatenation of ``parts``, down the link to ``receiver``."""
 
+    def post_payload(self, receiver: int, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:
+        """As `send_payload`, but it may return while a part has still to be written, so that several receivers are
+        written to side by side. The memory of ``parts`` must stay as it is until the receiver's word for the chunk.
+        """
+        self.send_payload(receiver, parts, deadline)
+
     @abc.abstractmethod
     def recv_payload(self, limit: int, deadline: Deadline) -> bytes:
         """The next payload frame on this receiver's link, at most ``limit`` bytes, else `ProtocolError`."""

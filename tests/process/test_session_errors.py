@@ -13,10 +13,14 @@ import torch
 from session_ends import BACKENDS, Child, Remote, Talk, caught, differing, load, model, zeros
 
 import transportkit as tk
+from transportkit.backends.pickle import PickleExporter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from transportkit.deadline import Deadline
+    from transportkit.wire import Chunk
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -176,6 +180,28 @@ def test_an_interrupted_send_ends_the_session(folder: Path, backend: str, kind: 
         assert version is None
         error, _ = caught(sender.send, model())
         assert isinstance(error, tk.ClosedError)
+        remote.finish()
+
+
+def test_a_send_that_is_interrupted_between_a_header_and_its_bytes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = PickleExporter.publish
+
+    def interrupted_at_last(exporter: PickleExporter, slot: int, header: Chunk, deadline: Deadline) -> None:
+        if header.seq == 3:
+            raise KeyboardInterrupt("boom 42")
+        publish(exporter, slot, header, deadline)
+
+    with session(folder, "pickle") as (sender, remote):
+        next_works(sender, remote)
+        monkeypatch.setattr(PickleExporter, "publish", interrupted_at_last)
+        remote.start(failed_load, "receive")
+        with pytest.raises(KeyboardInterrupt):
+            sender.send(model())
+        theirs, _ = remote.answer()
+        assert isinstance(theirs, tk.PeerFailedError)
+        assert "boom 42" in theirs.text
         remote.finish()
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from session_ends import BACKENDS, Child, Remote, Talk, caught, differing, load, model, short_folder, zeros
-from threaded_ends import SMALL, Ends, loaded, received
+from threaded_ends import SMALL, SOURCES, Ends, loaded, received
 
 import transportkit as tk
 from transportkit.conversation import State
@@ -198,6 +198,35 @@ def test_three_are_stopped_at_once_and_cost_one_timeout(backend: str, address: s
     finally:
         for remote in remotes:
             remote.end()
+
+
+def take_large(talk: Talk, address: str, keywords: dict[str, Any]) -> list[str]:
+    with tk.connect(address, **keywords) as receiver:
+        return differing(received(receiver), model(scale=LARGE))
+
+
+#: So that a chunk is far longer than what a link takes at once.
+LARGE = 40
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_four_stop_before_long_chunks_on_the_link_and_cost_one_timeout(source: str, address: str) -> None:
+    limits = SMALL | {"timeout": 2.0, "backends": ("pickle",), "chunk_bytes": 1 << 20}
+    stopping = ("transportkit.session.receiving:Receiving.accept", "after", 1, "", signal.SIGSTOP)
+    stopped = [Child(take_large, address, limits, die=stopping) for _ in range(4)]
+    try:
+        with Child(take_large, address, limits) as good, tk.serve(address, receivers=5, **limits) as sender:
+            tensors = model(scale=LARGE)
+            given: Any = tensors if source == "mapping" else iter(tensors.items())
+            began = time.monotonic()
+            report = sender.send(given, on_loss="continue")
+            assert time.monotonic() - began < 2.5 * limits["timeout"]
+            assert len(report.lost) == 4
+            assert len(report.backends) == 1
+            assert good.result() == []
+    finally:
+        for child in stopped:
+            child.end()
 
 
 # -- leaving between updates ------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ from transportkit import wire
 from transportkit.backends.pickle import PickleTransport
 from transportkit.errors import DeadlineError, PeerLostError, ResourceError
 from transportkit.session.opening import Opening
-from transportkit.session.options import options
 from transportkit.session.receiving import Receiving
 from transportkit.testing import altered, faulty, in_update, installed
 from transportkit_shm.shm import ShmTransport
@@ -278,9 +276,7 @@ def test_chunks_may_grow_between_updates(seed: int) -> None:
     other = {name: torch.cat([tensor.flatten(), tensor.flatten()]) for name, tensor in model(seed).items()}
     tensors = model() if seed == 7 else other
     backend = broken("importer.open", 3, times=1)
-    with installed(backend), Ends(2, NAME, "pickle") as ends:
-        small = options(SMALL | {"backends": (NAME, "pickle"), "chunk_bytes": 700})
-        ends.receivers[1]._options = small
+    with installed(backend), Ends(2, NAME, "pickle", apart={1: {"chunk_bytes": 700}}) as ends:
         report, _ = ends.update(model(), loaded)
         assert report.reroutes
         small_chunks = report.chunks[0]
@@ -470,48 +466,3 @@ def test_one_without_another_backend_costs_only_itself(at: str, trial: bool) -> 
         assert set(report.lost) == {0}
         assert ("none here either" if trial else "no room") in report.lost[0]
         assert [differing(one.result(30), model()) for one in good] == [[], []]
-
-
-STEPS: dict[str, tuple[Any, ...]] = {
-    "stranded": ("transportkit.session.joining:Joining.strand", "before"),
-    "said so": ("transportkit.session.joining:Joining.strand", "after"),
-    "joined": ("transportkit.session.joining:Joining._join", "after", 2),
-    "in the trial": ("transportkit.session.joining:Joining._prove", "before", 2),
-    "proven": ("transportkit.session.joining:Joining._prove", "after", 2),
-    "agreed": ("transportkit.session.joining:Joining.again", "after"),
-    "a chunk again": ("transportkit.session.receiving:Receiving._discard", "after"),
-    "agreed anew": ("transportkit.session.joining:Joining._prove", "after", 3),
-}
-
-
-def take_three(talk: Talk, address: str, backend: type[Transport]) -> list[str]:
-    with installed(backend), tk.connect(address, **SMALL, backends=(NAME, "pickle")) as receiver:
-        return [name for _ in range(3) for name in differing(received(receiver), model())]
-
-
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_one_dies_or_stops_and_the_others_have_every_update(number: int, step: str, folder: Path) -> None:
-    backend = broken("publish", 3, times=1)
-    address = f"unix:{folder}/s"
-    place, when, *nth = STEPS[step]
-    die = (place, when, *(nth or [1]), "", number)
-    with (
-        installed(backend),
-        Child(take_three, address, backend, die=die) as victim,
-        Child(take_three, address, backend) as one,
-        Child(take_three, address, backend) as two,
-        tk.serve(address, receivers=3, **SMALL | {"timeout": 1.5}, backends=(NAME, "pickle")) as sender,
-    ):
-        names = {each.receiver: each.peer for each in sender.agreement.assignments}
-        lost: dict[int, str] = {}
-        for update in range(3):
-            report = sender.send(model(), on_loss="continue")
-            lost |= report.lost
-            assert bool(report.reroutes) == (update == 0)
-            assert len(report.backends) + len(lost) == 3
-        assert one.result() == two.result() == []
-        assert all(f"pid {victim.pid} " in names[each] for each in lost)
-        assert lost or step == "a chunk again"  # there is none to be passed over
-        if not lost:
-            assert victim.result() == []

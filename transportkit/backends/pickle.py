@@ -104,15 +104,15 @@ class PickleExporter(Exporter):
         return self._slots
 
     def publish(self, slot: int, header: Chunk, deadline: Deadline) -> None:
-        """Send the slot's first ``header.nbytes`` bytes. Raises what `Wiring.send_payload` raises."""
+        """Send the slot's first ``header.nbytes`` bytes. Raises what `Wiring.post_payload` raises."""
         if self._aborted:
             raise _stopped()
         view = self._views[slot][: header.nbytes]
         # No PickleBuffer may outlive this line: in a reference cycle (a traceback's, say) with its memoryview, the
         # garbage collector clears the memoryview first and then crashes the process (seen in CPython 3.11).
         stream = pickle.dumps((header.seq, header.nbytes, pickle.PickleBuffer(view)), 5, buffer_callback=lambda _: None)
-        self._wiring.send_payload(header.receiver, [stream], deadline)
-        self._wiring.send_payload(header.receiver, [view], deadline)
+        self._wiring.post_payload(header.receiver, [stream], deadline)
+        self._wiring.post_payload(header.receiver, [view], deadline)
 
     def abort(self) -> None:
         self._aborted = True

@@ -14,7 +14,7 @@ from torch.utils import dlpack
 
 from transportkit.errors import LeaseError, ProtocolError
 from transportkit.lifecycle.faults import around, translated
-from transportkit.lifecycle.memory import host_slots
+from transportkit.lifecycle.memory import host_slots, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,11 +91,16 @@ class Watched:
 
 
 class Imported(Watched):
-    """One imported chunk: its header and its bytes, a uint8 tensor of shape ``(header.nbytes,)``."""
+    """One imported chunk: its header and its bytes, a uint8 tensor of shape ``(header.nbytes,)``.
 
-    def __init__(self, header: Chunk, memory: Tensor) -> None:
+    Attributes:
+        buffer: the same bytes where they are in host memory; None where they are not, and after the release.
+    """
+
+    def __init__(self, header: Chunk, memory: Tensor, buffer: memoryview | None) -> None:
         super().__init__(memory)
         self.header = header
+        self.buffer = buffer
 
 
 class Imports:
@@ -119,6 +124,8 @@ class Imports:
         self._chunks_in: collections.Counter[int] = collections.Counter()
         """For each export, how many chunks in it are open or held."""
         self._held: list[Imported] = []
+        self._known: dict[int, tuple[Tensor, memoryview | None]] = {}
+        """By its offset, memory that was opened before and was as it should be, and its buffer."""
         self._closed = False
 
     @property
@@ -138,14 +145,19 @@ class Imports:
         with translated(self._backend):
             attached = self._attach(header.location)
             memory = self._importer.open(header, attached, deadline)
-        if memory.dtype != torch.uint8 or memory.shape != (header.nbytes,):
-            raise ProtocolError(
-                f"chunk {header.seq} is {header.nbytes} bytes long, backend {self._backend} "
-                f"opened {memory.dtype} of shape {tuple(memory.shape)}"
-            )
+        known, buffer = self._known.get(header.location.offset, (None, None))
+        if known is not memory or buffer is None or len(buffer) != header.nbytes:
+            if memory.dtype != torch.uint8 or memory.shape != (header.nbytes,):
+                raise ProtocolError(
+                    f"chunk {header.seq} is {header.nbytes} bytes long, backend {self._backend} "
+                    f"opened {memory.dtype} of shape {tuple(memory.shape)}"
+                )
+            buffer = memory_of(memory) if memory.is_cpu else None
+            if attached is not None:
+                self._known[header.location.offset] = memory, buffer
         if header.location.export is not None:
             self._chunks_in[header.location.export] += 1
-        return Imported(header, memory)
+        return Imported(header, memory, buffer)
 
     def _attach(self, location: Location) -> Tensor | None:
         """What the location's export is mapped as; one that it supersedes is unmapped, now or with its last chunk."""
@@ -170,6 +182,7 @@ class Imports:
 
     def _detach(self, export: int) -> None:
         del self._chunks_in[export]
+        self._known.clear()
         if self._attached.pop(export, None) is not None:
             self._importer.detach(export)
 
@@ -226,6 +239,7 @@ class Imports:
             return
         self._closed = True
         self._held.clear()
+        self._known.clear()
         with contextlib.ExitStack() as stack:  # the last one first; an exception is passed on to the end
             stack.enter_context(translated(self._backend))
             stack.callback(self._importer.close)
@@ -238,7 +252,7 @@ class Imports:
             self._release(chunk)
 
     def _release(self, chunk: Imported) -> None:
-        chunk.memory = None
+        chunk.memory = chunk.buffer = None
         if self._closed:
             return
         export = chunk.header.location.export

@@ -67,6 +67,35 @@ class Link(abc.ABC):
     def send_payload(self, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:
         """Send one payload frame, the concatenation of ``parts`` (contiguous, of any item size). Raises as `send`."""
 
+    def begin(self, body: bytes, deadline: Deadline) -> None:
+        """As `send`, but a link that can keeps what finds no room and returns; `push` writes it.
+
+        What is sent afterwards waits for it.
+        """
+        self.send(body, deadline)
+
+    def begin_payload(self, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:
+        """As `send_payload`, in the manner of `begin`: the memory of ``parts`` must stay as it is until it is read."""
+        self.send_payload(parts, deadline)
+
+    @property
+    def backlog(self) -> int:
+        """How many bytes of what was begun are still to be written."""
+        return 0
+
+    def push(self, events: int) -> None:
+        """Write what was begun as far as there is room, and read what is there, as ``events`` say; never waits.
+
+        Args:
+            events: what `select.poll` has told of `fileno`, 0 where it was not asked.
+
+        Raises what `try_send` raises.
+        """
+
+    def push_events(self) -> int:
+        """The `select.poll` events of `fileno` after which `push` should be called."""
+        return select.POLLOUT
+
     @abc.abstractmethod
     def try_send(self, body: bytes) -> bool:
         """Send one control frame if it can go now; never waits. False if it was skipped."""

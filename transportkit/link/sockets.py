@@ -7,8 +7,10 @@ acknowledgements, and the death of a peer is noticed at once.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
+import itertools
 import select
 import socket
 import threading
@@ -51,6 +53,8 @@ class SocketLink(Link):
         self._ahead = bytearray(ahead)  # read, not asked for yet
         self._left = bytearray()  # accepted by try_send or hold, not written yet
         self._held = 0  # bytes of it when hold took the last frame
+        self._begun: collections.deque[memoryview] = collections.deque()  # accepted by begin, follows what is left
+        self._backlog = 0  # bytes of it
         self._unusable: ClosedError | ForkedError | None = None
         self._lost = False  # nothing more can be read
         self._deaf = False  # nothing more can be written
@@ -107,7 +111,11 @@ class SocketLink(Link):
     def _send(self, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:
         self._check()
         todo = [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
+        before = self._backlog
         while not self._flush():
+            if self.renew_on_progress and self._backlog < before:
+                before = self._backlog
+                deadline.renew()
             self._await_writable(deadline)
         first, begun = 0, False
         try:
@@ -163,7 +171,47 @@ class SocketLink(Link):
             except OSError as error:
                 self._raise_deaf(error)
             del self._left[:sent]
+        while self._begun:
+            try:
+                sent = self._sock.sendmsg(list(itertools.islice(self._begun, _VECTOR)), (), socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                self._raise_deaf(error)
+            self._backlog -= sent
+            while sent:
+                view = self._begun.popleft()
+                if sent < view.nbytes:
+                    self._begun.appendleft(view[sent:])
+                    break
+                sent -= view.nbytes
         return True
+
+    def begin(self, body: bytes, deadline: Deadline) -> None:
+        self._begin([HEAD.pack(CONTROL, len(body)), body])
+
+    def begin_payload(self, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:
+        views = [memoryview(part) for part in parts]
+        self._begin([HEAD.pack(PAYLOAD, sum(view.nbytes for view in views)), *views])
+
+    def _begin(self, parts: Sequence[bytes | memoryview]) -> None:
+        self._check()
+        views = [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
+        self._begun += views
+        self._backlog += sum(view.nbytes for view in views)
+        self._flush()
+
+    @property
+    def backlog(self) -> int:
+        return self._backlog
+
+    def push(self, events: int) -> None:
+        self._check()
+        if not self._flush() and events & ~select.POLLOUT:
+            self._read_meanwhile()
+
+    def push_events(self) -> int:
+        return select.POLLOUT | (select.POLLIN if not self._lost and len(self._ahead) < READ_AHEAD else 0)
 
     def hold(self, body: bytes) -> None:
         """Take over one control frame, to be written by `flush`; what was left over must be written."""
@@ -194,9 +242,14 @@ class SocketLink(Link):
 
     def _await_writable(self, deadline: Deadline) -> None:
         """Wait until more can be written; read meanwhile."""
-        reading = not self._lost and len(self._ahead) < READ_AHEAD
-        got = self._wait(select.POLLOUT | (select.POLLIN if reading else 0), deadline)
-        if reading and got & ~select.POLLOUT:
+        if self._wait(self.push_events(), deadline) & ~select.POLLOUT:
+            self._read_meanwhile()
+        if self._lost:
+            self._raise_lost()
+
+    def _read_meanwhile(self) -> None:
+        """Take into the bounded read-ahead what is there."""
+        if not self._lost and len(self._ahead) < READ_AHEAD:
             self._ahead += self._now(_LARGE) or b""
         if self._lost:
             self._raise_lost()
@@ -316,7 +369,7 @@ class SocketLink(Link):
 
     def _await_readable(self, deadline: Deadline) -> None:
         self._wait(self.events(), deadline)
-        if self._left:
+        if self._left or self._begun:
             self._flush_quietly()
 
     def _flush_quietly(self) -> None:
@@ -327,7 +380,7 @@ class SocketLink(Link):
 
     def poll(self) -> bool:
         self._check()
-        if self._left:
+        if self._left or self._begun:
             self._flush_quietly()
         while not self._at_hand():
             if (data := self._now(_SMALL)) is None:
@@ -379,7 +432,7 @@ class SocketLink(Link):
         return self._sock.fileno()
 
     def events(self) -> int:
-        return select.POLLIN | (select.POLLOUT if self._left else 0)
+        return select.POLLIN | (select.POLLOUT if self._left or self._begun else 0)
 
     def _wait(self, events: int, deadline: Deadline) -> int:
         if deadline.expired():  # also for a peer that moves a byte now and then
@@ -415,9 +468,14 @@ class SocketLink(Link):
         self._check()
         self._deaf, self._cause = True, cause
         self._left.clear()
+        self._forget_begun()
         raise PeerLostError(
             f"{self.peer} takes nothing more ({cause.strerror}); look there for why it ended", peer=self.peer
         ) from cause
+
+    def _forget_begun(self) -> None:
+        self._begun.clear()
+        self._backlog = 0
 
     def abort(self) -> None:
         with self._lock:
@@ -434,6 +492,8 @@ class SocketLink(Link):
                 with contextlib.suppress(OSError):
                     self._sock.send(self._left, socket.MSG_NOSIGNAL)
             self._unusable = ClosedError(f"the link to {self.peer} is closed")
+            self._cause = None  # its frames hold what was in use when it came: a chunk's memory, say
+            self._forget_begun()
             with contextlib.suppress(OSError):
                 # Shut down as well: a process forked without our hook may hold the descriptor still.
                 self._sock.shutdown(socket.SHUT_WR)
@@ -448,6 +508,7 @@ class SocketLink(Link):
         """In a forked child: close the descriptor, without shutting the parent's connection down."""
         self._unusable = ForkedError(f"the link to {self.peer} is the parent process's; make a new one after the fork")
         self._lock = threading.RLock()  # another thread of the parent may have held it
+        self._forget_begun()
         self._sock.close()
 
 

@@ -14,7 +14,7 @@ from transportkit.session.peers import code_of
 from transportkit.session.rerouting import FAILURES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -79,6 +79,14 @@ class Convoy:
         streams = list(streams)
         self.wait(
             lambda: any(stream.free() for stream in streams),
+            lambda: frozenset().union(*(stream.debtors() for stream in streams)),
+            "word for a chunk",
+        )
+
+    def take_slots(self, streams: Sequence[Stream]) -> None:
+        """Wait until each of these streams has the slots that it lacks at hand."""
+        self.wait(
+            lambda: all(stream.take_slots() for stream in streams),
             lambda: frozenset().union(*(stream.debtors() for stream in streams)),
             "word for a chunk",
         )
@@ -166,7 +174,7 @@ class Convoy:
             for number in lane.receivers:
                 self.backends[number] = lane.backend
                 self._roster.totals[number] = (commit.chunks, commit.nbytes)
-                self._peers.send(self._peers[number], commit)
+            self._peers.begin([self._peers[number] for number in lane.receivers], commit)
 
     def _go_on(self, stream: Stream, lane: Lane, error: TransportKitError) -> list[Lane]:
         """A call of a lane's exporter failed; returns the lanes that go on instead."""
@@ -183,11 +191,15 @@ class Convoy:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def dismiss(self, numbers: Iterable[int], error: BaseException, *, withdrawn: bool = False) -> None:
-        """Tell these receivers that the update has ended for them."""
+        """Tell these receivers that the update has ended for them.
+
+        One with whom another backend is being agreed on is left out: the session's end is what it hears.
+        """
         message = wire.Aborted(self._update, code_of(error), wire.plain(str(error)), withdrawn=withdrawn)
         for peer in [peer for n in numbers if (peer := self._peers.find(n)) is not None and peer.gone is None]:
-            with contextlib.suppress(TransportKitError):
-                self._peers.send(peer, message)
+            if not peer.agreeing:
+                with contextlib.suppress(TransportKitError):
+                    self._peers.send(peer, message)
 
     def abandon(self) -> None:
         """The update ends early: give every slot at hand back."""

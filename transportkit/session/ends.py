@@ -4,6 +4,7 @@ only.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing.context
 import os
 from typing import TYPE_CHECKING, Any
@@ -210,12 +211,6 @@ class _Paired:
         self._unused[0].shed(self._role)
         give_up(self._handed, self._role)
 
-    def _end(self, error: BaseException | None) -> None:
-        try:
-            super()._end(error)  # type: ignore[misc]
-        finally:
-            give_up(self._handed, self._role)
-
     def _begin(self, link: Link, wanted: Options, inherited: dict[str, object]) -> None:
         raise NotImplementedError
 
@@ -239,6 +234,12 @@ class PairedSender(_Paired, Sender):
     def _begin(self, link: Link, wanted: Options, inherited: dict[str, object]) -> None:
         self._start([link], wanted, inherited)
 
+    def _end(self, error: BaseException | None) -> None:
+        try:
+            super()._end(error)
+        finally:
+            give_up(self._handed, self._role)
+
 
 class PairedReceiver(_Paired, Receiver):
     """The receiving end of `pair`."""
@@ -247,6 +248,7 @@ class PairedReceiver(_Paired, Receiver):
 
     def _begin(self, link: Link, wanted: Options, inherited: dict[str, object]) -> None:
         self._start(link, wanted, inherited)
+        self._updates.on_end = functools.partial(give_up, inherited, self._role)
 
 
 def _other(role: wire.Role) -> wire.Role:

@@ -60,6 +60,26 @@ class Guard:
         finally:
             self.release()
 
+    def may_end(self, *within: str) -> bool:
+        """Whether the session is to be ended now: False where it has ended, or is a forked child's copy of it.
+
+        Args:
+            within: the calls within which it cannot be ended.
+
+        Raises:
+            UsageError: one of them is running, or any call in another thread.
+        """
+        if self.closed is not None:
+            return False
+        if self.forked:
+            self.closed = "inherited by a forked child"
+            return False
+        if self.elsewhere:
+            raise UsageError(f"{self.running}() is running in another thread; `abort()` ends it")
+        if self.running in within:
+            raise UsageError(f"close() was called within {self.running}(); raise an exception to end it")
+        return True
+
     @property
     def running(self) -> str:
         """The name of the call that is running, or empty."""

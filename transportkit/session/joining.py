@@ -54,7 +54,7 @@ def check_digest(terms: wire.Terms, chunk: Imported) -> None:
     header = chunk.header
     if terms.digest == "none" or chunk.memory is None:
         return
-    if digest(memory_of(chunk.memory)) != header.digest:
+    if digest(memory_of(chunk.memory) if chunk.buffer is None else chunk.buffer) != header.digest:
         raise IntegrityError(
             f"chunk {header.seq} of update {header.update} arrived over {terms.backend} with other bytes than were sent"
         )

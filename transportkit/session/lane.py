@@ -90,7 +90,9 @@ class Lane:
         specs: tuple[TensorSpec, ...] = (),
         known: int = 0,
     ) -> None:
-        """Send one packed slot to every receiver of the lane. The pool knows it as read from then on.
+        """Begin to send one packed slot to every receiver of the lane. The pool knows it as read from then on.
+
+        What finds no room on a link at once is written by `Peers.flush`.
 
         Args:
             known: its digest, where that was taken already.
@@ -105,7 +107,7 @@ class Lane:
         for number in self.receivers:
             location = self.locate(slot, number, update, seq)
             header = wire.Chunk(update, number, seq, last, nbytes, value, location, pieces, specs)
-            self._peers.send(self._peers[number], header)
+            self._peers.begin([self._peers[number]], header)
             first = first or header
         if first is not None:
             with self.translated():
@@ -138,12 +140,18 @@ class Lane:
         return around(self.backend, lambda: self.exporter.packing(slot))
 
     def close(self) -> None:
-        """Close the exporter and let go of its memory, whoever still holds the lane. Idempotent."""
+        """Close the exporter and let go of its memory, whoever still holds the lane. Idempotent.
+
+        What fails in that is logged: nobody needs the lane any more.
+        """
         self._memory, self.slots = [], ()
         self._sent.clear()
-        self._exports.close()
-        with self.translated():
-            self.exporter.close()
+        try:
+            self._exports.close()
+            with self.translated():
+                self.exporter.close()
+        except TransportKitError as error:
+            _log.warning("closing backend %s failed: %s", self.backend, error)
 
     def _reclaim(self, receiver: int, export: int, opened: bool) -> None:
         """Let the exporter give an export back. What fails in that leaves memory behind, and harms no update."""

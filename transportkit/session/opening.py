@@ -211,6 +211,7 @@ class Opening:
             self._inherited.get(terms.backend),
             lambda: self._check(terms),
             lambda number, data: self._signal(terms, number, data),
+            side_by_side=lambda: len(self._peers) > 1,
             allow_plaintext=self._hello.wishes.allow_plaintext,
         )
         exporter = None
@@ -318,10 +319,7 @@ class Opening:
     def _close_lanes(self) -> None:
         lanes, self._lanes = self._lanes, []
         for lane in lanes:
-            try:
-                lane.close()
-            except BackendError as error:
-                _log.warning("closing backend %s failed: %s", lane.backend, error)
+            lane.close()
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -333,6 +331,7 @@ class Opening:
 
     def _send(self, peer: Peer, message: wire.Message) -> None:
         peer.conversation.sent(message)
+        peer.agreeing = not isinstance(message, wire.Agreed)
         self._peers.send(peer, message)
 
     def _site(self, number: int) -> Site:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
@@ -76,6 +76,20 @@ def options(given: dict[str, Any]) -> Options:
 def per_call(wait: object, progress: object) -> None:
     """Check the keywords of a single call. Raises `UsageError`."""
     options({"wait": wait, "progress": progress})
+
+
+def texts(given: Mapping[str, str] | None) -> dict[str, str]:
+    """Check the metadata of an update. Raises `UsageError`."""
+    if not isinstance(given, Mapping | None):
+        raise UsageError(f"metadata must be a mapping of text to text, not {given!r}")
+    data = dict(given or {})
+    for entry in data.items():
+        try:
+            for text in entry:
+                str.encode(text)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise UsageError(f"metadata must map text to text, not {entry[0]!r} to {entry[1]!r}: {error}") from error
+    return data
 
 
 def hello(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import time
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from transportkit.errors import (
 )
 from transportkit.handshake import peer_text
 from transportkit.link import wait as wait_links
+from transportkit.link.base import milliseconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -62,6 +64,8 @@ class Peer:
         """Why nothing more comes from it: it said goodbye, was lost, was silent, or cannot be understood."""
         self.stranded: wire.Stranded | None = None
         """What it said when the backend of its lane failed in mid-update; None once it is on another lane."""
+        self.agreeing = False
+        """Whether a handshake is under way with it: until that is over it hears nothing else, but for its end."""
         self.manifest_id = ""
         """Digest of the manifest of the last update that it applied, whose plan it knows."""
         if hello is not None:
@@ -135,28 +139,79 @@ class Peers:
     def send(self, peer: Peer, message: wire.Message) -> None:
         """Send one message, within `timeout` without progress."""
         try:
-            self._send(peer, message)
+            peer.link.send(wire.encode(message), self._room(peer))
         except TransportKitError as error:
-            self._lose(peer, error)
+            self._lose(peer, self._explained(peer, error))
 
-    def _send(self, peer: Peer, message: wire.Message) -> None:
-        try:
-            peer.link.send(wire.encode(message), Deadline(self.timeout, f"room on the link to {peer.name}"))
-        except DeadlineError as error:
-            raise DeadlineError(str(error), silent=True) from error
-        except PeerLostError as error:
+    def begin(self, peers: Iterable[Peer], message: wire.Message) -> None:
+        """Send one message to several, as far as there is room: `flush` and every `wait` write the rest, to all of
+        them side by side.
+        """
+        data = wire.encode(message)
+        for peer in peers:
+            try:
+                peer.link.begin(data, self._room(peer))
+            except TransportKitError as error:
+                self._lose(peer, self._explained(peer, error))
+
+    def flush(self) -> None:
+        """Write what was begun. Each peer has `timeout` without progress for it, and all of them have it at once.
+
+        Raises what a peer that is `minded` is lost by.
+        """
+        behind = [peer for peer in self if peer.link.backlog and peer.gone is None]
+        rooms = {peer: self._room(peer) for peer in behind}
+        events: dict[int, int] = {}
+        while behind:
+            poller = select.poll()
+            lost: dict[Peer, TransportKitError] = {}
+            for peer in behind:
+                try:
+                    fileno, before = peer.link.fileno(), peer.link.backlog
+                    peer.link.push(events.get(fileno, 0))
+                    if peer.link.backlog < before:
+                        rooms[peer].renew()
+                        peer.heard = time.monotonic()  # it reads, so what it owes is not overdue yet
+                    rooms[peer].check()
+                    poller.register(fileno, peer.link.push_events())
+                except TransportKitError as error:
+                    lost[peer] = self._explained(peer, error)
+            self._lose_all(lost)
+            events.clear()
+            before, behind = len(behind), [peer for peer in behind if peer.link.backlog and peer.gone is None]
+            if len(behind) == before:
+                self.keep_alive()
+                left = min(rooms[peer].remaining(self.beat) or 0.0 for peer in behind)
+                events.update(poller.poll(milliseconds(left)))
+
+    def _room(self, peer: Peer) -> Deadline:
+        return Deadline(self.timeout, f"room on the link to {peer.name}")
+
+    def _explained(self, peer: Peer, error: TransportKitError) -> TransportKitError:
+        """What an error of writing to a peer stands for."""
+        if isinstance(error, DeadlineError):
+            told: TransportKitError = DeadlineError(str(error), silent=True)
+            told.__cause__ = error
+            return told
+        if isinstance(error, PeerLostError):
             # It takes nothing more, yet what it said before it went may say why.
             self.drain(peer)
             if isinstance(peer.gone, PeerFailedError | PeerClosedError):
-                raise peer.gone from error
-            raise
+                peer.gone.__cause__ = error
+                return peer.gone
+        return error
 
     def _lose(self, peer: Peer, error: TransportKitError) -> None:
         """Nothing more can be had of this peer. Raises the error where it is `minded`."""
-        if peer.gone is None:
-            peer.gone = error
-        if self._minds(peer):
-            raise error
+        self._lose_all({peer: error})
+
+    def _lose_all(self, lost: dict[Peer, TransportKitError]) -> None:
+        """As `_lose`; all of them are noted before anything is raised, lest each costs the others another `timeout`."""
+        for peer, error in lost.items():
+            peer.gone = peer.gone or error
+        for peer, error in lost.items():
+            if self._minds(peer):
+                raise error
 
     def _minds(self, peer: Peer) -> bool:
         return self.minded is None or peer.number in self.minded
@@ -190,7 +245,7 @@ class Peers:
         """Wait until ``until()`` holds, taking messages in and telling everybody that this side is alive.
 
         Args:
-            until: looked at after every message.
+            until: looked at after every message, and not before all that was begun is written.
             debtors: the receivers that are waited for; each must be heard of within `timeout`, and be there. One that
                 has given its word may leave.
             what: what is waited for, in words.
@@ -203,6 +258,7 @@ class Peers:
         """
         began = time.monotonic() if began is None else began
         while True:
+            self.flush()
             self._take_in()
             if until():
                 return
@@ -219,10 +275,8 @@ class Peers:
             if silent:
                 left = {peer: max(began, peer.heard) + self.timeout - now for peer in silent}
                 overdue = sorted((peer for peer in silent if left[peer] <= 0), key=lambda peer: peer.heard)
-                for peer in overdue:  # all at once: each alone would cost the others another `timeout`
-                    told = f"{peer.name} sent no {what} within {self.timeout:g} s "
-                    told += "(raise `timeout=` where that is too short)"
-                    self._lose(peer, DeadlineError(told, silent=True))
+                told = f"sent no {what} within {self.timeout:g} s (raise `timeout=` where that is too short)"
+                self._lose_all({peer: DeadlineError(f"{peer.name} {told}", silent=True) for peer in overdue})
                 if overdue:
                     continue
                 pause = min(pause, *left.values())

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
-from transportkit import wire
-from transportkit.deadline import Deadline
-from transportkit.errors import (
-    BackendError,
-    DeadlineError,
-    IntegrityError,
-    PeerError,
-    ProtocolError,
-    TransportKitError,
-    UsageError,
-)
+from transportkit.errors import TransportKitError, UsageError
 from transportkit.link import as_link
-from transportkit.manifest import dtype_names
-from transportkit.registry import choose
 from transportkit.session.guard import Guard
-from transportkit.session.inlet import Inlet
-from transportkit.session.joining import Joined, Joining
 from transportkit.session.leases import Lease
-from transportkit.session.ledger import Memory
-from transportkit.session.options import Options, hello, options, per_call
-from transportkit.session.receiving import Receiving
-from transportkit.session.sinks import IntoFunction, IntoTarget, Leased, Owned, Sink, ours, told
+from transportkit.session.options import Options, options, per_call
+from transportkit.session.sinks import IntoFunction, IntoTarget, Leased, Owned, told
+from transportkit.session.updates import Updates
 from transportkit.session.walk import walk, write
-from transportkit.site import read_site
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
@@ -39,13 +22,11 @@ if TYPE_CHECKING:
 
     from transportkit.link import Link
     from transportkit.session.options import Progress
+    from transportkit.session.receiving import Receiving
     from transportkit.session.results import Incoming, Update
+    from transportkit.session.sinks import Sink
     from transportkit.session.targets import Binding
     from transportkit.wire import Agreement
-
-_log = logging.getLogger("transportkit")
-
-S = TypeVar("S", bound=Sink)
 
 
 class Receiver:
@@ -75,14 +56,7 @@ class Receiver:
     def _start(self, link: Link, wanted: Options, inherited: dict[str, object]) -> None:
         self._guard = Guard("Receiver")
         self._options = wanted
-        self._inherited = inherited
-        self._inlet = Inlet(link, wanted.timeout)
-        self._memory = Memory()
-        self._joining: Joining | None = None
-        self._joined: Joined | None = None
-        self._version: int | None = None
-        self._last: Update | None = None
-        self._current: Receiving | None = None
+        self._updates = Updates(link, wanted, inherited, self._guard)
         self._binding: Binding | None = None
 
     # -- the session --------------------------------------------------------------------------------------------------
@@ -96,35 +70,35 @@ class Receiver:
             DeadlineError: the sender said nothing within ``timeout``, or was not ready within ``wait``.
         """
         with self._guard.call("join"):
-            self._join()
+            self._updates.join()
 
     @property
     def agreement(self) -> Agreement:
         """Who uses which backend, and why not another one; print it. Raises `UsageError` before anything is agreed."""
-        if self._joined is None:
+        if self._updates.joined is None:
             self._guard.check()
             raise UsageError("nothing is agreed yet; call join() or enter the receiver (`with`) first")
-        return self._joined.agreement
+        return self._updates.joined.agreement
 
     @property
     def version(self) -> int | None:
         """The version of the last update that landed whole; None before the first, and while a target is torn."""
-        return self._version
+        return self._updates.version
 
     @property
     def last(self) -> Update | None:
         """The last update that landed whole."""
-        return self._last
+        return self._updates.last
 
     @property
     def incoming(self) -> Incoming | None:
         """The update that is coming in, from its first chunk to its end; for the loops of `receive` and `chunks`."""
-        return None if self._current is None else self._current.incoming
+        return None if self._updates.current is None else self._updates.current.incoming
 
     @property
     def held(self) -> int:
         """How many slots are held back because tensors of earlier leases are alive."""
-        return 0 if self._joined is None else self._joined.imports.held
+        return 0 if self._updates.joined is None else self._updates.joined.imports.held
 
     @property
     def closed(self) -> str | None:
@@ -133,9 +107,9 @@ class Receiver:
 
     def abort(self) -> None:
         """End the session at once, from any thread: a running call raises `ClosedError`. Never blocks."""
-        self._inlet.link.abort()
-        if self._joined is not None:
-            self._joined.imports.importer.abort()
+        self._updates.inlet.link.abort()
+        if self._updates.joined is not None:
+            self._updates.joined.imports.importer.abort()
 
     def close(self) -> None:
         """End the session in order. Idempotent. Raises `UsageError` while a call runs in another thread."""
@@ -182,7 +156,7 @@ class Receiver:
         def make() -> IntoTarget:
             return IntoTarget(target, strict=strict, cast=cast, last=self._binding)
 
-        with self._guard.call("load_into"), self._updating(make, wait, progress) as (receiving, sink):
+        with self._guard.call("load_into"), self._updates.taking(make, wait, progress) as (receiving, sink):
             self._binding = None
             update = self._fill(receiving, sink)
             self._binding = sink.binding
@@ -215,9 +189,9 @@ class Receiver:
         with self._guard.call("apply"):
 
             def make() -> IntoFunction:
-                return IntoFunction(function, self._options.device, self._join().terms.chunk_bytes)
+                return IntoFunction(function, self._options.device, self._updates.join().terms.chunk_bytes)
 
-            with self._updating(make, wait, progress) as (receiving, sink):
+            with self._updates.taking(make, wait, progress) as (receiving, sink):
                 return self._fill(receiving, sink)
 
     def receive(self, *, wait: float | None = None, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -241,22 +215,20 @@ class Receiver:
         return self._chunks(wait, progress)
 
     def _receive(self, wait: float | None, progress: Progress | None) -> Generator[tuple[str, Tensor], None, Update]:
-        with (
-            self._guard.call("receive"),
-            self._updating(lambda: Owned(self._options.device), wait, progress) as (
-                receiving,
-                sink,
-            ),
-        ):
+
+        def make() -> Owned:
+            return Owned(self._options.device)
+
+        with self._guard.call("receive"), self._updates.taking(make, wait, progress) as (receiving, sink):
             with contextlib.closing(walk(receiving, sink)) as chunks:
                 for chunk, pieces in chunks:
                     write(receiving, sink, chunk, pieces)
                     del chunk
                     yield from sink.ready()
-            return self._applied(receiving, sink)
+            return self._updates.applied(receiving, sink)
 
     def _chunks(self, wait: float | None, progress: Progress | None) -> Generator[Lease, None, Update]:
-        with self._guard.call("chunks"), self._updating(Leased, wait, progress) as (receiving, sink):
+        with self._guard.call("chunks"), self._updates.taking(Leased, wait, progress) as (receiving, sink):
             with contextlib.closing(walk(receiving, sink)) as chunks:
                 for chunk, pieces in chunks:
                     lease = Lease(chunk, pieces, sink.specs, sink.tied, receiving.imports, receiving.reroute)
@@ -266,7 +238,7 @@ class Receiver:
                         lease.end(leaving=True)
                         raise
                     lease.end()
-            return self._applied(receiving, sink)
+            return self._updates.applied(receiving, sink)
 
     # -- one update ---------------------------------------------------------------------------------------------------
 
@@ -276,159 +248,16 @@ class Receiver:
             for chunk, pieces in chunks:
                 write(receiving, sink, chunk, pieces)
         sink.finish()
-        return self._applied(receiving, sink)
-
-    @contextlib.contextmanager
-    def _updating(
-        self, make: Callable[[], S], wait: float | None, progress: Progress | None
-    ) -> Iterator[tuple[Receiving, S]]:
-        """Around one update: waits for it to begin, and tells the sender of whatever ends it early."""
-        wait = self._options.wait if wait is None else wait
-        deadline = Deadline(wait, f"update from {self._inlet.name}", "wait")
-        self._join(deadline)
-        sink = make()
-        receiving = self._new(progress)
-        try:
-            self._wait(receiving, deadline)
-        except BaseException:
-            sink.rest()
-            raise
-        self._current = receiving
-        try:
-            if receiving.streamed:
-                sink.begin_streamed()
-            else:
-                sink.begin(receiving.specs)
-            receiving.accept()
-            yield receiving, sink
-            return
-        except Exception as error:
-            if isinstance(error, TransportKitError):
-                self._failed(receiving, error, torn=sink.torn)
-                raise
-            mapped = ours(error)
-            self._failed(receiving, mapped, torn=sink.torn)
-            raise mapped from error
-        except BaseException as error:
-            self._failed(receiving, error, torn=sink.torn)
-            raise
-        finally:
-            self._current = None
-            sink.rest()
-
-    def _wait(self, receiving: Receiving, deadline: Deadline) -> None:
-        try:
-            receiving.wait(deadline)
-        except BaseException as error:
-            if isinstance(error, DeadlineError) and not receiving.began:
-                receiving.leave()
-                raise
-            self._failed(receiving, error, torn=False)
-            raise
-
-    def _new(self, progress: Progress | None) -> Receiving:
-        joined = self._join()
-        assert self._joining is not None
-        return Receiving(
-            self._inlet,
-            self._joining,
-            joined,
-            self._agree,
-            self._memory,
-            dtype_names(),
-            progress or self._options.progress,
-        )
-
-    def _agree(self, joined: Joined) -> None:
-        """The sender has proposed another backend, and it is agreed."""
-        self._joined = joined
-
-    def _applied(self, receiving: Receiving, sink: Sink) -> Update:
-        update = receiving.applied(skipped=sink.skipped, missing=sink.missing, cast=sink.cast)
-        self._version = update.version
-        self._last = update
-        return update
-
-    def _failed(self, receiving: Receiving, error: BaseException, *, torn: bool) -> None:
-        """An update ended early: the target is torn, the sender is told, and the link is settled or closed."""
-        if torn:
-            self._version = None
-            if isinstance(error, TransportKitError) and error.args and not error.torn:
-                error.torn = ("target",)
-                error.args = (f"{error.args[0]}; the target is torn: part of it holds new values", *error.args[1:])
-        if self._guard.closed is not None:
-            return
-        if receiving.over and not isinstance(error, PeerError):
-            return
-        if _ends_session(error, receiving):
-            self._end(error)
-            return
-        code, text = told(error)
-        try:
-            receiving.fail(code, text, torn=torn)
-        except TransportKitError as worse:
-            _log.debug("after %s the session could not be settled: %s", error, worse)
-            self._end(worse)
+        return self._updates.applied(receiving, sink)
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
-    def _join(self, deadline: Deadline | None = None) -> Joined:
-        if self._joined is None:
-            link = self._inlet.link
-            if deadline is None:
-                deadline = Deadline(self._options.wait, f"word from {self._inlet.name}", "wait")
-            try:
-                if self._joining is None:
-                    choice = choose(read_site(link.kind), self._options.backends)
-                    greeting = hello("receiver", self._options, choice, link.kind)
-                    self._joining = Joining(self._inlet, greeting, choice, self._inherited)
-                self._joined = self._joining.run(deadline)
-            except BaseException as error:
-                if not isinstance(error, DeadlineError) or error.silent:
-                    self._end(error)
-                raise
-            link.renew_on_progress = True
-            link.control_limit = wire.CONTROL_FRAME_LIMIT
-        return self._joined
-
     def _finish(self, error: BaseException | None) -> None:
-        if self._guard.closed is not None:
+        if not self._guard.may_end("load_into", "apply", "join"):
             return
-        if self._guard.forked:
-            self._guard.closed = "inherited by a forked child"
-            return
-        if self._guard.elsewhere:
-            raise UsageError(f"{self._guard.running}() is running in another thread; `abort()` ends it")
-        if self._guard.running in ("load_into", "apply", "join"):
-            raise UsageError(f"close() was called within {self._guard.running}(); raise an exception to end it")
-        receiving = self._current
+        receiving = self._updates.current
         if receiving is not None and receiving.began:
             code, text = told(GeneratorExit() if error is None else error)
             with contextlib.suppress(TransportKitError):
                 receiving.fail(code, text, torn=False)
-        self._end(error)
-
-    def _end(self, error: BaseException | None) -> None:
-        """Close everything; the peer learns why."""
-        if self._guard.closed is not None:
-            return
-        self._guard.closed = "it was closed" if error is None else str(error) or type(error).__name__
-        self._inlet.tell(wire.Bye() if error is None else wire.Bye(*told(error)))
-        try:
-            if self._joined is not None:
-                self._joined.imports.close()
-        except BackendError as failure:
-            _log.warning("closing failed: %s", failure)
-        finally:
-            self._inlet.link.close()
-
-
-def _ends_session(error: BaseException, receiving: Receiving) -> bool:
-    """Whether the link can carry no further update after this error."""
-    if isinstance(error, PeerError):
-        return not receiving.over
-    if isinstance(error, IntegrityError):
-        return False
-    if isinstance(error, DeadlineError | ProtocolError | BackendError):
-        return True
-    return not isinstance(error, Exception | GeneratorExit)
+        self._updates.end(error)

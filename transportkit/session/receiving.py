@@ -22,6 +22,7 @@ from transportkit.session.inlet import ended
 from transportkit.session.joining import check_digest
 from transportkit.session.ledger import Ledger
 from transportkit.session.results import Incoming, Update
+from transportkit.session.wiring import NoPayloadError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -207,9 +208,9 @@ class Receiving:
         ended_by = self._strand(error)
         if ended_by is not None:
             told = self._ended(ended_by)
-            if error is not None:
+            if error is not None and not isinstance(error, NoPayloadError):
                 raise error from told
-            raise told
+            raise told from error
 
     def _strand(self, error: BackendError | None) -> wire.Aborted | None:
         """Say how far this side is and take the next proposal; or return what ended the update instead."""
@@ -223,7 +224,7 @@ class Receiving:
             try:
                 message = self._inlet.next(deadline)
             except PeerError as lost:
-                if error is None or isinstance(lost, PeerLostError):
+                if error is None or isinstance(lost, PeerLostError) or isinstance(error, NoPayloadError):
                     raise
                 raise error from lost
             match message:

@@ -111,16 +111,43 @@ class Rerouting:
             BackendError, PeerFailedError: there is no other candidate; what failed, here or there.
             PeerError, DeadlineError: a receiver was lost meanwhile.
         """
-        return self._move(stream, lane, error, {}, None)
+        # All that is to come again lies here: a lane that fails before it has caught up holds nothing else.
+        held, partial = lane.outstanding(self._update), stream.at_hand(lane)
+        first: dict[int, int] = {}
+        done: list[Lane] = []
+        try:
+            todo = self._replace(stream, lane, error, held, first)
+            while todo:
+                new = todo.pop()
+                stream.add(new)
+                failure = self._catch_up(stream, new, held, first, partial)
+                if failure is not None:
+                    todo += self._replace(stream, new, failure, held, first)
+                    if not new.receivers:
+                        new.close()
+                elif new.receivers:
+                    done.append(new)
+                else:
+                    stream.remove(new)
+        finally:
+            if not lane.receivers:
+                lane.close()
+        return done
 
-    def _move(
+    def _replace(
         self,
         stream: Stream,
         lane: Lane,
         error: TransportKitError | None,
         held: dict[int, Sent],
-        partial: Tensor | None,
+        first: dict[int, int],
     ) -> list[Lane]:
+        """Part with a lane that failed; the lanes on which its receivers are now, which have nothing of the stream yet.
+
+        Args:
+            held: the chunks that some receiver may not have taken.
+            first: for each receiver that moves, the first chunk that it has not taken; filled here.
+        """
         moving = [number for number in lane.receivers if number not in self._roster.applied]
         reason = self._strike(lane, error)
         if not moving:
@@ -133,30 +160,20 @@ class Rerouting:
             return []
         _log.warning("update %s: backend %s failed: %s", self._update, lane.backend, reason)
         lane.exporter.abort()
-        held = held | lane.outstanding(self._update)
-        at_hand = stream.at_hand(lane)
-        partial = partial if at_hand is None else at_hand
         oldest = stream.seq
         while oldest - 1 in held:
             oldest -= 1
-        first = self._ask(moving, range(oldest, stream.seq + 1))
-        fresh = self._open(lane, first, reason)
+        moved = self._ask(moving, range(oldest, stream.seq + 1))
+        first |= moved
+        fresh = self._open(lane, moved, reason)
         stream.remove(lane)
-        self._part(lane, first)
-        done: list[Lane] = []
-        try:
-            for new in fresh:
-                stream.add(new)
-                done += self._carry_on(stream, new, held, first, partial)
-        finally:
-            if not lane.receivers:
-                part_with(lane)
-        return done
+        self._part(lane, moved)
+        return fresh[::-1]
 
-    def _carry_on(
+    def _catch_up(
         self, stream: Stream, new: Lane, held: dict[int, Sent], first: dict[int, int], partial: Tensor | None
-    ) -> list[Lane]:
-        """Bring a new lane to where the old one was, or whichever others it is moved to meanwhile."""
+    ) -> TransportKitError | None:
+        """Bring a new lane to where the old one was; what its backend failed by, where it did."""
         try:
             if new.receivers:  # they may be lost while another lane is brought there
                 self._replay(stream, new, held, min(first[number] for number in new.receivers), partial)
@@ -165,11 +182,8 @@ class Rerouting:
             if new.receivers:
                 if nobodys:
                     raise
-                return self._move(stream, new, failure, held, partial)
-        if new.receivers:
-            return [new]
-        stream.remove(new)
-        return []
+                return failure
+        return None
 
     def _strike(self, lane: Lane, error: TransportKitError | None) -> str:
         """Note whom the backend does not serve any more in this update; returns why, in words."""
@@ -229,9 +243,8 @@ class Rerouting:
         Args:
             possible: what they may say: the others they have acknowledged, or were never sent.
         """
-        for peer in map(self._peers.__getitem__, moving):
-            if peer.stranded is None:
-                self._peers.send(peer, wire.Reroute(self._update))
+        there = [peer for peer in map(self._peers.__getitem__, moving) if peer.stranded is None]
+        self._peers.begin(there, wire.Reroute(self._update))
 
         def silent() -> list[int]:
             there = [each for n in moving if (each := self._peers.find(n)) is not None and each.stranded is None]
@@ -323,7 +336,7 @@ class Rerouting:
         for number in [number for number in moved if number in lane.receivers]:
             try:
                 lane.drop(number)
-            except BackendError as error:
+            except TransportKitError as error:
                 _log.info("backend %s: dropping receiver %s failed: %s", lane.backend, number, error)
         if lane.receivers:
             self.again.update(lane.receivers, moved)
@@ -347,11 +360,3 @@ def agree(
             if left == (left := [number for number in left if roster.here(number)]):
                 raise
     return None
-
-
-def part_with(lane: Lane) -> None:
-    """Close a lane that nobody needs; what fails in that is logged."""
-    try:
-        lane.close()
-    except BackendError as error:
-        _log.warning("closing backend %s failed: %s", lane.backend, error)

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from transportkit import wire
-from transportkit.errors import BackendError, PeerClosedError, PeerFailedError, ProtocolError, TransportKitError
+from transportkit.errors import PeerClosedError, PeerFailedError, ProtocolError, TransportKitError
 from transportkit.session.lane import acknowledge
 from transportkit.session.peers import code_of
 
@@ -158,11 +158,9 @@ class Roster:
         self._peers.remove(peer)
         for lane in [lane for lane in self._lanes if peer.number in lane.receivers]:
             try:
-                try:
-                    lane.drop(peer.number)
-                finally:
-                    if not lane.receivers:
-                        self._lanes.remove(lane)
-                        lane.close()
-            except BackendError as failure:
+                lane.drop(peer.number)
+            except TransportKitError as failure:
                 _log.warning("backend %s, parting with %s: %s", lane.backend, peer.name, failure)
+            if not lane.receivers:
+                self._lanes.remove(lane)
+                lane.close()

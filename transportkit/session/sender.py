@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from transportkit import wire
 from transportkit.deadline import Deadline
 from transportkit.errors import (
-    BackendError,
     PeerClosedError,
     PeerFailedError,
     TransportKitError,
@@ -25,7 +23,7 @@ from transportkit.session.gathering import Gathering
 from transportkit.session.guard import Guard
 from transportkit.session.lane import acknowledge
 from transportkit.session.opening import Ground, Opening
-from transportkit.session.options import Options, hello, options, per_call
+from transportkit.session.options import Options, hello, options, per_call, texts
 from transportkit.session.peers import Peers, code_of, unexpected
 from transportkit.session.plans import Plans
 from transportkit.session.sending import Sending
@@ -42,8 +40,6 @@ if TYPE_CHECKING:
     from transportkit.session.peers import Peer
     from transportkit.session.results import Report
     from transportkit.wire import Agreement
-
-_log = logging.getLogger("transportkit")
 
 OnLoss = Literal["raise", "continue"]
 Sendable = nn.Module | Mapping[str, Tensor] | Source | Iterable[tuple[str, Tensor]]
@@ -259,7 +255,7 @@ class Sender:
         if on_loss not in ("raise", "continue"):
             raise UsageError(f'on_loss must be "raise" or "continue", not {on_loss!r}')
         per_call(wait, progress)
-        data = _metadata(metadata)
+        data = texts(metadata)
         with self._guard.call("send"):
             wait = self._options.wait if wait is None else wait
             deadline = Deadline(wait, "receiver ready for the update", "wait")
@@ -368,16 +364,8 @@ class Sender:
         self._agreement = wire.Agreement(agreement.session, agreement.sender, assignments)
 
     def _finish(self, error: BaseException | None) -> None:
-        if self._guard.closed is not None:
-            return
-        if self._guard.forked:
-            self._guard.closed = "inherited by a forked child"
-            return
-        if self._guard.elsewhere:
-            raise UsageError(f"{self._guard.running}() is running in another thread; `abort()` ends it")
-        if self._guard.running in ("send", "wait", "admit"):
-            raise UsageError(f"close() was called within {self._guard.running}(); raise an exception to end it")
-        self._end(error)
+        if self._guard.may_end("send", "wait", "admit"):
+            self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
         """Close everything; the peers learn why."""
@@ -386,10 +374,7 @@ class Sender:
         self._guard.closed = "it was closed" if error is None else str(error) or type(error).__name__
         self._peers.tell(wire.Bye() if error is None else wire.Bye(code_of(error), wire.plain(str(error))))
         for lane in self._lanes:
-            try:
-                lane.close()
-            except BackendError as failure:
-                _log.warning("closing backend %s failed: %s", lane.backend, failure)
+            lane.close()
         self._lanes = []
         for peer in self._peers:
             peer.link.close()
@@ -397,16 +382,3 @@ class Sender:
             link.close()
         with contextlib.suppress(TransportKitError):
             self._gathering.close()
-
-
-def _metadata(given: Mapping[str, str] | None) -> dict[str, str]:
-    if not isinstance(given, Mapping | None):
-        raise UsageError(f"metadata must be a mapping of text to text, not {given!r}")
-    data = dict(given or {})
-    for entry in data.items():
-        try:
-            for text in entry:
-                str.encode(text)
-        except (TypeError, UnicodeEncodeError) as error:
-            raise UsageError(f"metadata must map text to text, not {entry[0]!r} to {entry[1]!r}: {error}") from error
-    return data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from transportkit.manifest import manifest_id, nbytes
 from transportkit.packing import Packer, pack_piece
 from transportkit.session.convoy import Convoy
 from transportkit.session.opening import Opening
-from transportkit.session.rerouting import Rerouting, agree, part_with
+from transportkit.session.rerouting import Rerouting, agree
 from transportkit.session.results import Report
 from transportkit.session.roster import Roster
 from transportkit.session.sources import Static, Streamed
@@ -191,7 +192,7 @@ class Sending:
         for peer in self._peers:
             peer.ready = False
             roster.begun.add(peer.number)
-            self._peers.send(peer, wire.Begin(self._number, self._version))
+        self._peers.begin(self._peers, wire.Begin(self._number, self._version))
         self._convoy.wait(
             lambda: roster.members <= roster.present,
             lambda: roster.members - roster.present,
@@ -202,16 +203,17 @@ class Sending:
         self.began = True
         ignorant = {peer.number for peer in self._peers if not identity or peer.manifest_id != identity}
         planned = {n for lane in self._lanes if ignorant.isdisjoint(lane.receivers) for n in lane.receivers}
-        for peer in self._peers:
+        for told, known in itertools.product((False, True), repeat=2):  # each in one copy, however many get it
             message = wire.Manifest(
                 update=self._number,
                 manifest_id=identity,
-                specs=specs if peer.number in ignorant else None,
+                specs=specs if told else None,
                 nbytes=-1 if self._total is None else self._total,
-                known_plan=peer.number in planned,
+                known_plan=known,
                 metadata=self._metadata,
             )
-            self._peers.send(peer, message)
+            alike = [p for p in self._peers if (p.number in ignorant, p.number in planned) == (told, known)]
+            self._peers.begin(alike, message)
         for lane in self._lanes:  # from its word on, a receiver may need another lane
             chunks = self._plans.chunks(lane.terms.chunk_bytes) if isinstance(self._source, Static) else None
             known = planned.issuperset(lane.receivers)
@@ -233,7 +235,7 @@ class Sending:
             numbers.update(lane.receivers)
             bounds |= dict.fromkeys(lane.receivers, lane.terms.chunk_bytes)
             self._lanes.remove(lane)
-            part_with(lane)
+            lane.close()
         first = 1 + max((lane.terms.lane for lane in self._lanes), default=-1)
         forgiving = self._roster.forgiving
         agreed = agree(
@@ -265,6 +267,7 @@ class Sending:
                     pieces, payload = stream.chunks[stream.seq]
                     convoy.pack(stream, functools.partial(packer.pack, pieces))
                     convoy.emit(stream, pieces, payload, last=stream.seq == len(stream.chunks) - 1)
+            self._peers.flush()
             if not moved:
                 convoy.wait_for_slots(pending)
 
@@ -274,13 +277,19 @@ class Sending:
         for spec, tensor in source.pairs:
             if not identity:
                 self._check_dtypes((spec,))
-            index = len(sent)
+            cuts = {stream: stream.cutter.cut(len(sent), nbytes(spec)) for stream in convoy.streams}
             sent.append(spec)
-            for stream in list(convoy.streams):
-                for fresh, piece in stream.cutter.cut(index, nbytes(spec)):
-                    if fresh:
+            for turn in range(
+                max(map(len, cuts.values()), default=0)
+            ):  # a chunk of each, so that all of them have what to do
+                pieces = {stream: cut[turn] for stream, cut in cuts.items() if turn < len(cut)}
+                full = [stream for stream, (fresh, _) in pieces.items() if fresh]
+                if full:
+                    for stream in full:
                         convoy.flush(stream, last=False)
-                        convoy.wait(stream.take_slots, stream.debtors, "word for a chunk")
+                    self._peers.flush()
+                    convoy.take_slots(full)
+                for stream, (_, piece) in pieces.items():
                     if not identity and piece.start == 0:
                         stream.introduce(spec)
                     convoy.pack(stream, functools.partial(pack_piece, tensor, piece))

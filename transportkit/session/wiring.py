@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,17 @@ from transportkit.link import wait as wait_links
 from transportkit.transport import Wiring
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from msgspec import Raw
 
     from transportkit.deadline import Deadline
     from transportkit.link import Link
     from transportkit.wire import Site
+
+
+class NoPayloadError(BackendError):
+    """The sender said something else where the bytes of a chunk were due; what that is explains it."""
 
 
 class LinkWiring(Wiring):
@@ -29,6 +34,7 @@ class LinkWiring(Wiring):
         inherited: what `Transport.inherit` made before the process started, or None.
         check: takes in what has come on the links and raises where the lane cannot go on.
         signal: sends a signal of the handshake that is under way to a receiver, or, from one, to the sender.
+        side_by_side: whether there are receivers that a write to one of them would hold up.
         allow_plaintext: what this side's user said.
     """
 
@@ -40,11 +46,13 @@ class LinkWiring(Wiring):
         check: Callable[[], None],
         signal: Callable[[int, Raw], None] | None = None,
         *,
+        side_by_side: Callable[[], bool] = lambda: False,
         allow_plaintext: bool = False,
     ) -> None:
         self.site = site
         self.allow_plaintext = allow_plaintext
         self._signal = signal
+        self._side_by_side = side_by_side
         self.inherited = inherited
         self.address = next((link.path for link in links.values() if link.path), "")
         self._links = links
@@ -71,8 +79,18 @@ class LinkWiring(Wiring):
         self._signal(receiver, data)
 
     def send_payload(self, receiver: int, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:
-        try:
+        with self._writing():
             self._links[receiver].send_payload(parts, deadline)
+
+    def post_payload(self, receiver: int, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:
+        link = self._links[receiver]
+        with self._writing():
+            (link.begin_payload if self._side_by_side() else link.send_payload)(parts, deadline)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except DeadlineError as error:  # half a payload may be out: the link is what failed, no other backend helps
             raise DeadlineError(str(error), silent=True) from error
         except PeerLostError:
@@ -92,5 +110,5 @@ class LinkWiring(Wiring):
             wait_links([link], deadline)
         if link.kind_at_hand() == CONTROL:
             self._check()
-            raise BackendError("the sender sent another message where the bytes of a chunk were due")
+            raise NoPayloadError("the sender sent another message where the bytes of a chunk were due")
         return link

@@ -153,7 +153,7 @@ with tk.connect({where!r}, wait=20.0, **{keywords!r}) as receiver:
 """
 
 UNCLOSED = """
-import os, signal, subprocess, sys, torch
+import os, signal, subprocess, sys, time, torch
 sys.path[:0] = {path!r}
 import gloo_ends as ends, transportkit as tk
 from transportkit.testing import Call
@@ -166,7 +166,7 @@ while (line := receiver.stdout.readline()) != b"stuck\\n":  # older gloo greets 
 os.kill(receiver.pid, signal.{signal})
 if {give_up}:
     assert isinstance(call.error(20), tk.TransportKitError)
-print(receiver.pid, flush=True)
+print(receiver.pid, time.monotonic(), flush=True)
 """
 
 
@@ -178,13 +178,13 @@ def test_a_process_with_a_group_at_work_ends_promptly_and_in_order(how: str, giv
         "keywords": {**ends.KEYWORDS, "chunk_bytes": 16 << 20, "timeout": 2.0 if give_up else 60.0},
     }
     code = UNCLOSED.format(receiver=RECEIVER.format(**names), signal=how, give_up=give_up, **names)
-    started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=80, check=False)
+    ended = time.monotonic()
+    receiver, _, moment = done.stdout.partition(" ")
     with contextlib.suppress(ProcessLookupError, ValueError):
-        os.kill(int(done.stdout), signal.SIGKILL)
+        os.kill(int(receiver), signal.SIGKILL)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().isdigit()
-    assert time.monotonic() - started < 30
+    assert ended - float(moment) < 15  # a busy machine starts the two processes in any time
     assert "terminate" not in done.stderr
 
 

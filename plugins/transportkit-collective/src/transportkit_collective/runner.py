@@ -119,6 +119,7 @@ class Runner:
         self.bell = bell
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
+        self._severing: threading.Thread | None = None
         self._pid = os.getpid()
         work = (group, self._jobs, self._stopped, bell)
         self._thread = threading.Thread(target=_run, args=work, name=name, daemon=True)
@@ -141,16 +142,24 @@ class Runner:
             self._stopped.set()
             _leaving[:] = [runner for runner in _leaving if runner.alive] + [self]
         self._jobs.put(None)
+        severing = threading.Thread(
+            target=_sever, args=(self._thread, self.group), name="transportkit-sever", daemon=True
+        )
         try:
-            threading.Thread(
-                target=_sever, args=(self._thread, self.group), name="transportkit-sever", daemon=True
-            ).start()
+            severing.start()
+            self._severing = severing
         except RuntimeError:  # the interpreter ends, and starts no thread any more
             self.group.sever()
 
     @property
     def alive(self) -> bool:
         return self._pid == os.getpid() and self._thread.is_alive()
+
+    def severed(self, seconds: float) -> bool:
+        """Wait until a stopped runner's group is severed, or has no need of that any more; whether it is."""
+        if self._severing is not None:
+            self._severing.join(seconds)
+        return self._severing is None or not self._severing.is_alive()
 
     def join(self, seconds: float) -> bool:
         """Wait for the end of a stopped runner; whether it has ended."""
@@ -194,6 +203,11 @@ def _at_exit() -> None:
     runners = [runner for runner in list(_runners) if runner.alive]
     for runner in runners:
         runner.stop()
+    # Only from then on does the time count: an operation that fails after it, because a busy machine severed its group
+    # late, returns while the interpreter is being taken apart.
+    limit = time.monotonic() + AT_EXIT_MOST
+    for runner in runners:
+        runner.severed(max(0.0, limit - time.monotonic()))
     now = time.monotonic()
     for runner in runners:
         limit = runner.group.ends_by + 0.5 if runner.group.ends_by < now + AT_EXIT_MOST else now + AT_EXIT
