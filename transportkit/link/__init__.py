@@ -1,6 +1,7 @@
 """Links: frames on a byte stream or on a user's own channel; no messages and no decisions belong here.
 
-`base` has the frame, the contract and `wait`; `sockets` the links over unix, tcp and inherited sockets; `custom` adapts
+`base` has the frame, the contract and `wait`; `sockets` the links over unix, tcp and inherited sockets, `outgoing` what
+they have still to write, `tuning` how sockets are set; `custom` adapts
 an object of the user's.
 """
 
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 from transportkit.link.base import CONTROL, HEAD, PAYLOAD, Link, close_in_child, wait
 from transportkit.link.custom import CustomLink, UserLink, as_link
-from transportkit.link.sockets import READ_AHEAD, SocketLink, pair_sockets
+from transportkit.link.sockets import READ_AHEAD, SocketLink
+from transportkit.link.tuning import pair_sockets
 
 __all__ = [
     "CONTROL",

@@ -7,10 +7,8 @@ acknowledgements, and the death of a peer is noticed at once.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import errno
-import itertools
 import select
 import socket
 import threading
@@ -18,6 +16,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from transportkit.errors import ClosedError, DeadlineError, ForkedError, PeerLostError, ProtocolError
 from transportkit.link.base import CONTROL, HEAD, PAYLOAD, Link, close_in_child, milliseconds
+from transportkit.link.outgoing import VECTOR, Outgoing
+from transportkit.link.tuning import tune
 from transportkit.wire import CONTROL_FRAME_LIMIT, HANDSHAKE_FRAME_LIMIT
 
 if TYPE_CHECKING:
@@ -25,18 +25,13 @@ if TYPE_CHECKING:
 
     from transportkit.deadline import Deadline
 
-__all__ = ["READ_AHEAD", "SocketLink", "pair_sockets"]
+__all__ = ["READ_AHEAD", "SocketLink"]
 
 #: Most that is read before somebody asks for it, in bytes; any frame of the handshake fits.
 READ_AHEAD = HANDSHAKE_FRAME_LIMIT + 4096
 
 #: Bytes per read: small, so that little of a payload passes through the read-ahead; large, for bodies that have begun.
 _SMALL, _LARGE = 1 << 15, 1 << 18
-#: Most buffers of one `sendmsg` (Linux takes 1024).
-_VECTOR = 512
-#: Send buffer of a unix socket in bytes, which the kernel doubles. Of 100 to 4000 KB this was best: beyond it the bytes
-#: leave the cache on their way. It is within the usual net.core.wmem_max.
-_UNIX_BUFFER = 212992
 
 
 class SocketLink(Link):
@@ -51,10 +46,7 @@ class SocketLink(Link):
         self._waited = select.POLLIN
         self._poller.register(sock, self._waited)
         self._ahead = bytearray(ahead)  # read, not asked for yet
-        self._left = bytearray()  # accepted by try_send or hold, not written yet
-        self._held = 0  # bytes of it when hold took the last frame
-        self._begun: collections.deque[memoryview] = collections.deque()  # accepted by begin, follows what is left
-        self._backlog = 0  # bytes of it
+        self._out = Outgoing(sock)
         self._unusable: ClosedError | ForkedError | None = None
         self._lost = False  # nothing more can be read
         self._deaf = False  # nothing more can be written
@@ -82,18 +74,7 @@ class SocketLink(Link):
             ahead: bytes that were read from the socket already and belong to the frames.
             user_timeout: seconds after which tcp gives up a peer that acknowledges nothing (``TCP_USER_TIMEOUT``).
         """
-        sock.setblocking(False)
-        sock.set_inheritable(False)
-        if sock.family == socket.AF_UNIX:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
-        else:
-            idle = max(1, int(user_timeout / 2))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, idle // 4))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(user_timeout * 1000)))
+        tune(sock, user_timeout)
         link = cls(sock, kind, peer, path, ahead)
         if sock.family != socket.AF_UNIX:
             link.local_host = str(sock.getsockname()[0])
@@ -110,18 +91,18 @@ class SocketLink(Link):
 
     def _send(self, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:
         self._check()
-        todo = [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
-        before = self._backlog
+        todo = _views(parts)
+        before = self._out.backlog
         while not self._flush():
-            if self.renew_on_progress and self._backlog < before:
-                before = self._backlog
+            if self.renew_on_progress and self._out.backlog < before:
+                before = self._out.backlog
                 deadline.renew()
             self._await_writable(deadline)
         first, begun = 0, False
         try:
             while first < len(todo):
                 try:
-                    sent = self._sock.sendmsg(todo[first : first + _VECTOR], (), socket.MSG_NOSIGNAL)
+                    sent = self._sock.sendmsg(todo[first : first + VECTOR], (), socket.MSG_NOSIGNAL)
                 except BlockingIOError:
                     self._await_writable(deadline)
                     continue
@@ -153,39 +134,20 @@ class SocketLink(Link):
             return False
         except OSError as error:
             self._raise_deaf(error)
-        self._left += frame[sent:]
+        self._out.add(frame[sent:])
         return True
 
     def _flush(self) -> bool:
-        """Write what `try_send` left over, without waiting; whether all of it is written."""
+        """Write what was accepted before, without waiting; whether all of it is written."""
         if self._lost:
             self._raise_lost()
         if self._deaf:
             assert self._cause is not None
             self._raise_deaf(self._cause)  # what came before the end is still to be read
-        while self._left:
-            try:
-                sent = self._sock.send(self._left, socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                return False
-            except OSError as error:
-                self._raise_deaf(error)
-            del self._left[:sent]
-        while self._begun:
-            try:
-                sent = self._sock.sendmsg(list(itertools.islice(self._begun, _VECTOR)), (), socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                return False
-            except OSError as error:
-                self._raise_deaf(error)
-            self._backlog -= sent
-            while sent:
-                view = self._begun.popleft()
-                if sent < view.nbytes:
-                    self._begun.appendleft(view[sent:])
-                    break
-                sent -= view.nbytes
-        return True
+        try:
+            return self._out.write()
+        except OSError as error:
+            self._raise_deaf(error)
 
     def begin(self, body: bytes, deadline: Deadline) -> None:
         self._begin([HEAD.pack(CONTROL, len(body)), body])
@@ -196,14 +158,12 @@ class SocketLink(Link):
 
     def _begin(self, parts: Sequence[bytes | memoryview]) -> None:
         self._check()
-        views = [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
-        self._begun += views
-        self._backlog += sum(view.nbytes for view in views)
+        self._out.begin(_views(parts))
         self._flush()
 
     @property
     def backlog(self) -> int:
-        return self._backlog
+        return self._out.backlog
 
     def push(self, events: int) -> None:
         self._check()
@@ -216,8 +176,7 @@ class SocketLink(Link):
     def hold(self, body: bytes) -> None:
         """Take over one control frame, to be written by `flush`; what was left over must be written."""
         self._check()
-        self._left += HEAD.pack(CONTROL, len(body)) + body
-        self._held = len(self._left)
+        self._out.hold(HEAD.pack(CONTROL, len(body)) + body)
 
     def flush(self, deadline: Deadline) -> None:
         """Write what `hold` and `try_send` left over; read meanwhile. Raises as `send`, but the link stays usable."""
@@ -231,14 +190,10 @@ class SocketLink(Link):
         Else its rest, which is still to be written, ends with ``end`` instead. Raises `ClosedError`, and the link has
         ended, where nothing is left to be written, so that nobody can tell any more.
         """
-        if not self._left:
+        if not self._out:
             self.abort()
             raise ClosedError(f"the link to {self.peer} ended with an interrupted call")
-        if len(self._left) == self._held:
-            self._left.clear()
-            return True
-        self._left[-len(end) :] = end
-        return False
+        return self._out.withdraw(end)
 
     def _await_writable(self, deadline: Deadline) -> None:
         """Wait until more can be written; read meanwhile."""
@@ -369,7 +324,7 @@ class SocketLink(Link):
 
     def _await_readable(self, deadline: Deadline) -> None:
         self._wait(self.events(), deadline)
-        if self._left or self._begun:
+        if self._out:
             self._flush_quietly()
 
     def _flush_quietly(self) -> None:
@@ -380,7 +335,7 @@ class SocketLink(Link):
 
     def poll(self) -> bool:
         self._check()
-        if self._left or self._begun:
+        if self._out:
             self._flush_quietly()
         while not self._at_hand():
             if (data := self._now(_SMALL)) is None:
@@ -432,7 +387,7 @@ class SocketLink(Link):
         return self._sock.fileno()
 
     def events(self) -> int:
-        return select.POLLIN | (select.POLLOUT if self._left or self._begun else 0)
+        return select.POLLIN | (select.POLLOUT if self._out else 0)
 
     def _wait(self, events: int, deadline: Deadline) -> int:
         if deadline.expired():  # also for a peer that moves a byte now and then
@@ -467,15 +422,10 @@ class SocketLink(Link):
     def _raise_deaf(self, cause: OSError) -> NoReturn:
         self._check()
         self._deaf, self._cause = True, cause
-        self._left.clear()
-        self._forget_begun()
+        self._out.clear()
         raise PeerLostError(
             f"{self.peer} takes nothing more ({cause.strerror}); look there for why it ended", peer=self.peer
         ) from cause
-
-    def _forget_begun(self) -> None:
-        self._begun.clear()
-        self._backlog = 0
 
     def abort(self) -> None:
         with self._lock:
@@ -488,12 +438,12 @@ class SocketLink(Link):
         with self._lock:
             if self._sock.fileno() < 0:
                 return
-            if self._left and self._unusable is None:
+            if self._unusable is None:
                 with contextlib.suppress(OSError):
-                    self._sock.send(self._left, socket.MSG_NOSIGNAL)
+                    self._out.write()
             self._unusable = ClosedError(f"the link to {self.peer} is closed")
             self._cause = None  # its frames hold what was in use when it came: a chunk's memory, say
-            self._forget_begun()
+            self._out.clear()
             with contextlib.suppress(OSError):
                 # Shut down as well: a process forked without our hook may hold the descriptor still.
                 self._sock.shutdown(socket.SHUT_WR)
@@ -508,10 +458,10 @@ class SocketLink(Link):
         """In a forked child: close the descriptor, without shutting the parent's connection down."""
         self._unusable = ForkedError(f"the link to {self.peer} is the parent process's; make a new one after the fork")
         self._lock = threading.RLock()  # another thread of the parent may have held it
-        self._forget_begun()
+        self._out.clear()
         self._sock.close()
 
 
-def pair_sockets() -> tuple[socket.socket, socket.socket]:
-    """Two connected unix stream sockets, close-on-exec: the ends of a link that a child process inherits."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+def _views(parts: Sequence[bytes | memoryview]) -> list[memoryview]:
+    """Those that are not empty, as bytes."""
+    return [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
