@@ -615,6 +615,36 @@ def test_wait_wants_whole_control_frames_and_heads_of_payloads(raw):
     assert select.select([link.fileno()], [], [], 0) == ([], [], [])
 
 
+def test_take_gives_whole_control_frames_only(raw):
+    sock, link = raw
+    link.control_limit = 50_000
+    assert link.take() is None
+    sock.sendall(HEAD.pack(0, 3) + b"one" + HEAD.pack(0, 40_000)[:4])
+    assert link.take() == b"one"
+    assert link.take() is None
+    sock.sendall(HEAD.pack(0, 40_000)[4:] + b"2" * 39_999)
+    assert link.take() is None
+    sock.sendall(b"2" + HEAD.pack(0, 0) + HEAD.pack(1, 2) + b"pp" + HEAD.pack(0, 50_001))
+    assert [link.take(), link.take()] == [b"2" * 40_000, b""]
+    assert link.take() is None, "a payload is next"
+    assert link.recv_payload(2, soon()) == b"pp"
+    assert link.take() is None, "it is longer than is allowed"
+    assert link.poll()
+    with pytest.raises(ProtocolError, match="50001"):
+        link.recv(soon(), link.control_limit)
+    with pytest.raises(ClosedError):
+        link.take()
+
+
+def test_take_gives_what_came_before_the_end(raw):
+    sock, link = raw
+    sock.sendall(HEAD.pack(0, 3) + b"one" + HEAD.pack(0, 3) + b"t")
+    sock.close()
+    assert link.take() == b"one"
+    with pytest.raises(PeerLostError, match="in the middle of a frame"):
+        link.take()
+
+
 def test_poll_reads_ahead_no_more_than_its_bound(raw):
     sock, link = raw
     body = bytes(3 << 20)
@@ -710,6 +740,9 @@ def test_custom_links_carry_frames(custom):
     assert not other.poll()
     with pytest.raises(DeadlineError):
         other.recv(soon(0.05))
+    one.send(b"taken", soon())
+    wait([other], soon())
+    assert [other.take(), other.take()] == [b"taken", None]
     one.send(b"a", soon())
     assert one.try_send(b"")
     one.send_payload([b"xy", memoryview(b"z")], soon())

@@ -13,13 +13,12 @@ import struct
 import weakref
 from typing import TYPE_CHECKING, Protocol, Self
 
+from transportkit.deadline import Deadline
 from transportkit.errors import TransportKitError
 from transportkit.wire import CONTROL_FRAME_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    from transportkit.deadline import Deadline
 
 __all__ = ["CONTROL", "HEAD", "PAYLOAD", "Link", "close_in_child", "milliseconds", "wait"]
 
@@ -129,6 +128,15 @@ class Link(abc.ABC):
     @abc.abstractmethod
     def kind_at_hand(self) -> int | None:
         """The kind of the next frame, `CONTROL` or `PAYLOAD`, where `poll` was true; else None."""
+
+    def take(self) -> bytes | None:
+        """The body of the next frame where that is a control frame, allowed and there in whole; else None. Never waits.
+
+        Raises as `poll`; what is wrong with a frame that is not taken, `recv` says.
+        """
+        if self.poll() and self.kind_at_hand() == CONTROL:
+            return self.recv(Deadline(0, "rest of a frame that is there"), self.control_limit)
+        return None
 
     @abc.abstractmethod
     def fileno(self) -> int:

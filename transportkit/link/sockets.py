@@ -345,6 +345,29 @@ class SocketLink(Link):
             self._ahead += data
         return True
 
+    def take(self) -> bytes | None:
+        self._check()
+        if self._out:
+            self._flush_quietly()
+        ahead = self._ahead
+        while True:
+            if len(ahead) >= HEAD.size:
+                kind, length = HEAD.unpack_from(ahead)
+                end = HEAD.size + length
+                if kind != CONTROL or length > self.control_limit:
+                    return None
+                if len(ahead) >= end:
+                    body = bytes(memoryview(ahead)[HEAD.size : end])
+                    del ahead[:end]
+                    return body
+                if len(ahead) >= READ_AHEAD:
+                    return None
+            if (data := self._now(_SMALL)) is None:
+                return None
+            if not data:
+                self._raise_lost()
+            ahead += data
+
     def poll_past_payloads(self, limit: int) -> bool:
         """Read what is there without waiting: have all payload frames come, and the head of what follows them?
 

@@ -128,8 +128,13 @@ class Posting:
         """Take in what the inbox has said, without waiting. Raises `PeerError` where it is gone."""
         peer, link = self._peer, self.link
         try:
-            while peer.gone is None and link.poll():
-                message = wire.decode(link.recv(AT_HAND, FRAME_LIMIT))
+            while peer.gone is None:
+                frame = link.take()
+                if frame is None:
+                    if link.kind_at_hand() is None or not link.poll():
+                        break
+                    frame = link.recv(AT_HAND, FRAME_LIMIT)  # it is refused
+                message = wire.decode(frame)
                 match message:
                     case wire.Taken():
                         self._taken(message)

@@ -116,10 +116,12 @@ class Inlet:
         while True:
             if self._ahead:
                 message = self._ahead.popleft()
-            elif self.link.poll() and self.link.kind_at_hand() != PAYLOAD:
-                message = wire.decode(self.link.recv(AT_HAND, self.link.control_limit))
-            else:
+            elif (frame := self.link.take()) is not None:
+                message = wire.decode(frame)
+            elif self.link.kind_at_hand() in (None, PAYLOAD) or not self.link.poll():
                 return None
+            else:  # it is refused
+                message = wire.decode(self.link.recv(AT_HAND, self.link.control_limit))
             if isinstance(message, wire.Bye):
                 raise farewell(message, self.name)
             if not isinstance(message, wire.Waiting):
