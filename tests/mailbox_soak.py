@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -64,11 +65,11 @@ def soak(backend: str, messages: int, producers: int, kill_every: float, kills: 
                     if now > next_kill and len(killed) < kills:
                         next_kill = now + kill_every
                         life = generator.choice(list(lives))
-                        child = lives.pop(life)
-                        child.signal(signal.SIGKILL)
-                        child.end()
-                        killed.append(life)
-                        start()
+                        with contextlib.suppress(ProcessLookupError):  # it has put everything, and has ended
+                            lives[life].signal(signal.SIGKILL)
+                            lives.pop(life).end()
+                            killed.append(life)
+                            start()
                     if now > next_look:
                         held.append((resident(), len(os.listdir("/proc/self/fd"))))
                         now, began = time.monotonic(), now  # a look takes long in a process with many objects
