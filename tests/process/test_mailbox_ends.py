@@ -19,6 +19,7 @@ from mailbox_ends import WAYS, Way, address_in, produce, reach, value
 from session_ends import Child, Talk
 
 import transportkit as tk
+from transportkit.mailbox.admission import Admission
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -198,6 +199,24 @@ def test_closing_an_outbox_waits_until_all_is_taken(address: str) -> None:
         assert (inbox.stats.closed, inbox.stats.lost) == (1, 0)
         with pytest.raises(tk.ClosedError, match="it was closed"):
             outbox.put(1)
+
+
+def test_an_inbox_that_closes_tells_those_who_have_only_just_come(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shake = Admission._shake
+
+    def lingering(admission: Admission, *args: Any) -> None:
+        shake(admission, *args)
+        time.sleep(0.5)  # the thread of the handshake is slow to end
+
+    monkeypatch.setattr(Admission, "_shake", lingering)
+    inbox = tk.Inbox(address)
+    outbox = tk.Outbox(address)
+    outbox.put(1)
+    inbox.close()
+    with pytest.raises(tk.PeerClosedError, match="closed the session; put and not taken: 1"):
+        outbox.put(2)
 
 
 def test_an_inbox_that_closes_tells_its_producers(address: str) -> None:

@@ -283,6 +283,7 @@ class Admission:
         )
         with self._lock:
             if not self._closed:
+                self._links.discard(link)  # from now on it is the inbox that ends it, in order
                 self._arrived(producer)
                 producer.admit()  # only now may it send anything, so nobody else uses the link meanwhile
                 return
