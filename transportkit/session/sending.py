@@ -279,9 +279,8 @@ class Sending:
                 self._check_dtypes((spec,))
             cuts = {stream: stream.cutter.cut(len(sent), nbytes(spec)) for stream in convoy.streams}
             sent.append(spec)
-            for turn in range(
-                max(map(len, cuts.values()), default=0)
-            ):  # a chunk of each, so that all of them have what to do
+            turns = max(map(len, cuts.values()), default=0)
+            for turn in range(turns):  # a chunk for each stream, so that all of them have what to do
                 pieces = {stream: cut[turn] for stream, cut in cuts.items() if turn < len(cut)}
                 full = [stream for stream, (fresh, _) in pieces.items() if fresh]
                 if full:
