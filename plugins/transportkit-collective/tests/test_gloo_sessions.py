@@ -180,7 +180,7 @@ def test_a_process_with_a_group_at_work_ends_promptly_and_in_order(how: str, giv
     code = UNCLOSED.format(receiver=RECEIVER.format(**names), signal=how, give_up=give_up, **names)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=80, check=False)
     ended = time.monotonic()
-    receiver, _, moment = done.stdout.partition(" ")
+    receiver, _, moment = (done.stdout.splitlines() or [""])[-1].partition(" ")  # gloo of torch 2.9 greets there
     with contextlib.suppress(ProcessLookupError, ValueError):
         os.kill(int(receiver), signal.SIGKILL)
     assert done.returncode == 0, done.stderr

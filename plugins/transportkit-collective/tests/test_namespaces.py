@@ -86,7 +86,7 @@ def run(namespaces: tuple[str, str], *peers: tuple[int, str, str]) -> list[dict[
                 if stream is not None:
                     stream.close()
     assert [child.returncode for child in children] == [0] * len(children), [err for _, err in outputs]
-    return [json.loads(out) for out, _ in outputs]
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]  # gloo of torch 2.9 greets on stdout
 
 
 def hexadecimal(host: str) -> str:
