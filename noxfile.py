@@ -195,6 +195,7 @@ def soak(session: nox.Session) -> None:
 def _empty(session: nox.Session, name: str) -> pathlib.Path:
     """An empty directory of this session's."""
     folder = pathlib.Path(session.create_tmp(), name).absolute()
+    session.env.pop("TMPDIR", None)  # nox has just pointed it there, and paths of unix sockets have to be short
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import statistics
 import sys
@@ -58,10 +59,16 @@ def run(file: Path | None, size: int, updates: int, keywords: dict[str, Any], *,
             f"cannot read {file}: {'it is no regular file' if file.exists() else 'No such file or directory'}"
         )
     watched = not quiet and sys.stderr is not None and sys.stderr.isatty()
-    with tempfile.TemporaryDirectory(prefix="transportkit-") as folder:
+    with _short_folder() as folder:
         assignment = Assignment(f"unix:{folder}/demo.sock", file, size, updates, keywords, watched)
         with _started(assignment) as (sender, receiver):
             _follow(sender, receiver, assignment, quiet=quiet)
+
+
+def _short_folder() -> tempfile.TemporaryDirectory[str]:
+    """A directory whose path leaves room for that of a unix socket (107 bytes), as that of ``TMPDIR`` may not."""
+    usual = tempfile.gettempdir()
+    return tempfile.TemporaryDirectory(prefix="transportkit-", dir=usual if len(os.fsencode(usual)) <= 60 else "/tmp")
 
 
 @contextlib.contextmanager
