@@ -113,6 +113,9 @@ def test_twenty_sessions_in_a_row_leave_nothing() -> None:
     with nothing_left():
         for _ in range(20):
             once()
+        limit = time.monotonic() + 10  # `close` does not wait for the thread of a group, which ends soon after
+        while any("gloo" in thread.name for thread in threading.enumerate()) and time.monotonic() < limit:
+            time.sleep(0.05)
         assert not [thread for thread in threading.enumerate() if "gloo" in thread.name]
         assert parked() == 0
 
