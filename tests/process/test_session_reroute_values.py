@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from session_ends import differing
-from threaded_ends import Ends
+from threaded_ends import Ends, received
 
 from transportkit.errors import ResourceError
 from transportkit.testing import altered, faulty, in_update, installed
@@ -79,10 +79,6 @@ def load_as_it_is(receiver: tk.Receiver, *, tied: bool) -> dict[str, torch.Tenso
     return into
 
 
-def receive(receiver: tk.Receiver) -> dict[str, torch.Tensor]:
-    return dict(receiver.receive())
-
-
 def apply(receiver: tk.Receiver) -> dict[str, torch.Tensor]:
     got: dict[str, torch.Tensor] = {}
     copies: dict[int, torch.Tensor] = {}
@@ -129,7 +125,7 @@ def test_values_casts_and_ties_over_several_reroutes(places: tuple[str, ...], st
     ways: list[Callable[[tk.Receiver], dict[str, torch.Tensor]]] = [
         functools.partial(load_cast, tied=tied),
         functools.partial(load_as_it_is, tied=tied),
-        receive,
+        received,
         apply,
     ]
     with installed(*backends), Ends(len(ways), *names, "pickle", chunk_bytes=2500) as ends:
@@ -177,7 +173,7 @@ def test_any_number_of_candidates_may_fail_one_after_the_other() -> None:
         backends.append(altered(told, at="exporter.ready", nth=1 + trial, change=fail, name=f"failing-{n}"))
     tensors = {f"t{n}": torch.full((3000,), n, dtype=torch.uint8) for n in range(6)}
     with installed(*backends), Ends(1, *(backend.name for backend in backends), "pickle") as ends:
-        taking = ends.pool.submit(receive, ends.receivers[0])
+        taking = ends.pool.submit(received, ends.receivers[0])
         report = ends.pool.submit(ends.sender.send, tensors).result(60)
         assert differing(taking.result(60), tensors) == []
         assert len(report.reroutes) == len(depths) == count

@@ -36,7 +36,7 @@ journal: list[str] = []
 
 
 class Handle:
-    """`cudaIpcMemHandle_t`."""
+    """`cudaIpcMemHandle_t`, as cuda-bindings have it from 13.5 on: nothing but `getPtr`."""
 
     def __init__(self) -> None:
         self.memory = (ctypes.c_uint8 * HANDLE_BYTES)()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import sys
 import types
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from cuda_stub import Handle
 
 from transportkit.errors import BackendError, ResourceError
 from transportkit_cuda_ipc import cuda
@@ -22,16 +22,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(60)
 
 ADDRESS = 0x7F00_0000_0000
-
-
-class Handle:
-    """As cuda-bindings have it from 13.5 on: nothing but `getPtr`."""
-
-    def __init__(self) -> None:
-        self.memory = (ctypes.c_uint8 * HANDLE_BYTES)()
-
-    def getPtr(self) -> int:
-        return ctypes.addressof(self.memory)
 
 
 class Runtime(types.ModuleType):

@@ -7,6 +7,7 @@ import gc
 import os
 import resource
 import select
+import socket
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
+
+    from transportkit_shm.handover import Invitation
 
 TOKEN = bytes(range(32))
 
@@ -147,3 +150,33 @@ def room_for(descriptors: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for number in filling:
             os.close(number)
+
+
+def bound(path: Path, *, listening: bool) -> socket.socket:
+    live = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    live.bind(str(path))
+    if listening:
+        live.listen(0)
+    return live
+
+
+def dial(invitation: Invitation) -> socket.socket:
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stranger.settimeout(5)
+    stranger.connect(invitation.path or b"\0" + invitation.abstract)
+    return stranger
+
+
+def connects(exporter: ShmExporter, link: str = "") -> None:
+    """The exporter still serves its importer."""
+    serving = Background(exporter.connect, limit())
+    importer = importer_for(exporter, link)
+    importer.connect(limit())
+    assert serving.outcome() is None
+    exporter.slots[0].fill_(4)
+    assert importer.attach(exporter.locate(0, 0).handle)[:2].tolist() == [4, 4]
+    exporter.close()
+
+
+def export(link: str = "", receivers: int = 1) -> ShmExporter:
+    return ShmTransport.exporter(terms(receivers=receivers), PollWiring(link))
