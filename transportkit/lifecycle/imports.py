@@ -87,7 +87,7 @@ class Watched:
     @property
     def viewed(self) -> bool:
         """Whether a tensor that came from `view` is still alive somewhere."""
-        return any(owner() is not None for owner in self._owners)
+        return bool(self._owners) and any(owner() is not None for owner in self._owners)
 
 
 class Imported(Watched):

@@ -45,6 +45,8 @@ class SocketLink(Link):
         self._poller = select.poll()
         self._waited = select.POLLIN
         self._poller.register(sock, self._waited)
+        self._ending = select.poll()
+        self._ending.register(sock, select.POLLRDHUP)
         self._ahead = bytearray(ahead)  # read, not asked for yet
         self._out = Outgoing(sock)
         self._unusable: ClosedError | ForkedError | None = None
@@ -404,6 +406,11 @@ class SocketLink(Link):
 
     def kind_at_hand(self) -> int | None:
         return self._ahead[0] if len(self._ahead) >= HEAD.size else None
+
+    def hung_up(self) -> bool:
+        """Whether the peer has ended the stream; what it sent before may still be there. Reads nothing."""
+        self._check()
+        return bool(self._ending.poll(0))
 
     def fileno(self) -> int:
         self._check()

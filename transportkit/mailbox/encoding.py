@@ -34,7 +34,7 @@ MAX_TENSORS = 1 << 16
 BODY_LIMIT = 1 << 30
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)  # frozen, it would take twice as long to make
 class Encoded:
     """A message as it travels.
 
@@ -270,12 +270,15 @@ def _bytes_of(tensor: Tensor, size: int) -> bytes:
 
 def _mark(value: Any) -> Any:
     """The tree with its tuples and sets marked; what holds none stays as it is."""
+    kind = type(value)
+    if kind is str or kind is int or kind is Tensor:
+        return value
     if isinstance(value, dict):
         return {key: _mark(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_mark(item) for item in value]
     if isinstance(value, tuple):
         return _Marked(TUPLE, [_mark(item) for item in value])
-    if isinstance(value, frozenset | set):
+    if isinstance(value, (frozenset, set)):  # a union would be made anew for each value
         return _Marked(FROZENSET if isinstance(value, frozenset) else SET, [_mark(item) for item in value])
     return value

@@ -30,6 +30,9 @@ _log = logging.getLogger("transportkit")
 #: How often a wait looks whether a lease has ended, in seconds, where one is outstanding.
 IDLE_PERIOD = 0.02
 
+#: A yield that took longer than so many seconds gave the processor away.
+_YIELDED = 20e-6
+
 #: How many lost producers an error names.
 _NAMED = 4
 
@@ -39,7 +42,8 @@ class Intake:
 
     Args:
         counts: the inbox's counters.
-        spin: how long `next` looks again and again before it waits in the kernel, in seconds.
+        spin: how long `next` looks again and again before it waits in the kernel, in seconds; only where its last wait
+            was no longer than twice that.
         expected: how many producers there will be; None where that is not known.
         check: raises where the inbox is closed.
     """
@@ -47,6 +51,8 @@ class Intake:
     def __init__(self, counts: InboxCounts, spin: float, expected: int | None, check: Callable[[], None]) -> None:
         self._counts = counts
         self._spin = spin
+        self._short = True
+        """Whether the last wait was one that polling nearly answered, or did."""
         self._expected = expected
         self._check = check
         self._here: dict[int, Producer] = {}
@@ -94,7 +100,7 @@ class Intake:
         producer = self._look()
         if producer is not None:
             return producer
-        spin = min(began + self._spin, began + (deadline.remaining(self._spin) or 0.0))
+        spin = began + (deadline.remaining(self._spin) or 0.0) if self._short else began
         try:
             while True:
                 pause = 0.0 if time.monotonic() < spin else self._pause(deadline)
@@ -108,15 +114,20 @@ class Intake:
                     producer = self._look()
                     if producer is not None:
                         return producer
-                if time.monotonic() >= spin:
+                now = time.monotonic()
+                if now >= spin:
                     deadline.check()
                 elif not events:
-                    os.sched_yield()  # the producer may be waiting for this very processor
+                    os.sched_yield()
+                    if time.monotonic() - now > _YIELDED:  # the producer, perhaps, had to wait for this very processor
+                        spin = now
         except DeadlineError as error:
             raise self._empty(deadline) from error
         finally:
+            waited = time.monotonic() - began
+            self._short = waited <= 2 * self._spin
             self._counts.waits += 1
-            self._counts.wait_seconds += time.monotonic() - began
+            self._counts.wait_seconds += waited
 
     def _pause(self, deadline: Deadline) -> float | None:
         leased = any(each.leases or each.imports.held for each in self._here.values())

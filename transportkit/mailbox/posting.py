@@ -19,8 +19,6 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from transportkit import wire
 from transportkit.chunk import digest, plan, used
 from transportkit.deadline import Deadline
@@ -90,6 +88,9 @@ class Posting:
         self.link = link
         self._peers = peers
         self._peer = peers[INBOX]
+        mailbox = self._peer.hello.mailbox
+        self.typed = mailbox is not None and mailbox.typed
+        """Whether the inbox rebuilds a type of its own."""
         self._capacity = capacity
         self._counts = counts
         self._in_flight: collections.deque[int] = collections.deque()
@@ -108,12 +109,6 @@ class Posting:
     @property
     def name(self) -> str:
         return self._peer.name
-
-    @property
-    def typed(self) -> bool:
-        """Whether the inbox rebuilds a type of its own."""
-        mailbox = self._peer.hello.mailbox
-        return mailbox is not None and mailbox.typed
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -164,8 +159,10 @@ class Posting:
         self.begun = self._told = self._broken = False
         self._slot: int | None = None
         self._unmoved: int | None = None
-        self.take_in()
-        self._wait(lambda: len(self._in_flight) < self._capacity, deadline, "room in the inbox")
+        if self._peer.gone is not None or self.link.hung_up():
+            self.take_in()
+        if len(self._in_flight) >= self._capacity:
+            self._wait(lambda: len(self._in_flight) < self._capacity, deadline, "room in the inbox")
         self._tidy(deadline)
         try:
             self._send(number, encoded, deadline)
@@ -173,6 +170,8 @@ class Posting:
             self._take_back(number, error)
             raise
         self._in_flight.append(number)
+        with contextlib.suppress(PeerError):  # this message has left, so it is the next call's
+            self.take_in()  # now, while the inbox is busy with the message: it waits for nothing here
 
     @property
     def usable(self) -> bool:
@@ -187,9 +186,8 @@ class Posting:
         parts = [rest[at : at + BODY_FRAME] for at in range(0, len(rest), BODY_FRAME)]
         chunks = plan(encoded.sizes, self.lane.terms.chunk_bytes) if encoded.sizes else ()
         packer = encoded.packer(host=self._host) if chunks else None
-        letter = wire.Letter(number, body, encoded.sizes, len(parts), len(chunks))
         if parts or packer is None:
-            self._frame(letter, deadline)
+            self._frame(wire.Letter(number, body, encoded.sizes, len(parts), len(chunks)), deadline)
         for part in parts:
             self._frame(wire.Fragment(number, part), deadline)
         for seq, pieces in enumerate(chunks):
@@ -198,7 +196,7 @@ class Posting:
             if seq or parts:
                 self._frame(wire.Enclosure(number, header), deadline)
             else:
-                self._frame(msgspec.structs.replace(letter, header=header), deadline)
+                self._frame(wire.Letter(number, body, encoded.sizes, 0, len(chunks), header), deadline)
             self._move(header)
             if header.location.export is None:
                 self._deliver(header, deadline)

@@ -232,7 +232,7 @@ class Producer:
             message.drop()
         finally:
             released, self._released = self._released, None
-        self._say(wire.Taken(message.number, tuple(released), wire.plain(refused)))
+        self._say(wire.Taken(message.number, tuple(released), wire.plain(refused) if refused else ""))
 
     def flush(self) -> None:
         """Say what there was no room for, as far as there is now."""

@@ -31,8 +31,9 @@ INLINE_TOGETHER = 1 << 16
 #: Where the backend moves bytes down the link anyway, a whole body fits into what a socket buffers.
 LINK_INLINE = 1 << 17
 
-#: How long a `get` looks again and again before it waits in the kernel, in seconds.
-DEFAULT_SPIN = 100e-6
+#: How long a `get` looks again and again before it waits in the kernel, in seconds: twice what an answer takes to a
+#: message with a tensor of 600 KB, see "Counters" in ``docs/mailbox.md``.
+DEFAULT_SPIN = 500e-6
 
 #: Longest control frame of a mailbox, in bytes; it is read ahead whole.
 FRAME_LIMIT = 1 << 20

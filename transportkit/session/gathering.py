@@ -226,12 +226,13 @@ class Gathering:
 
     def _lose(self, peer: Peer, error: TransportKitError) -> None:
         _log.info("%s left before anything was agreed: %s", peer.name, error)
+        with self._lock:
+            self._lost += self._listener is not None
         with contextlib.suppress(TransportKitError):
             peer.link.try_send(wire.encode(wire.Refusal(code_of(error), wire.plain(str(error)))))
         self._peers.remove(peer)
         if self._listener is None:
             raise error
-        self._lost += 1
         with self._lock:
             if peer.number < self._places:
                 self._taken -= 1
@@ -259,7 +260,7 @@ class Gathering:
                 raise ProtocolError("both ends are senders; connect a receiver (`connect`) to a sender (`serve`)")
         except TransportKitError as error:
             self._refuse(link, error)
-            raise
+            return
         if hello.intent == "inspect":
             self._inspect(link, hello)
             return
@@ -280,9 +281,7 @@ class Gathering:
             told = f"all {self._places} places of this sender are taken (`receivers=`)"
             if self._late is not None:
                 told += f", and {LATE_LIMIT} receivers wait to be admitted"
-            full = ProtocolError(told)
-            self._refuse(link, full)
-            raise full
+            self._refuse(link, ProtocolError(told))
 
     def _sweep(self) -> None:
         """Give the places back of those who left again before anybody looked at them."""
@@ -321,8 +320,11 @@ class Gathering:
         link.try_send(wire.encode(answer))
         link.close()
 
-    @staticmethod
-    def _refuse(link: Link, error: TransportKitError) -> None:
+    def _refuse(self, link: Link, error: TransportKitError) -> None:
+        """Turn somebody away who has never been a peer; counted before they learn it."""
+        with self._lock:
+            self._lost += 1
+        _log.info("%s came to nothing: %s", link.peer, error)
         with contextlib.suppress(TransportKitError):
             link.try_send(wire.encode(wire.Refusal(code_of(error), wire.plain(str(error)))))
         link.close()

@@ -7,7 +7,6 @@ another group.
 from __future__ import annotations
 
 import re
-import time
 from typing import TYPE_CHECKING, Any
 
 import gloo_ends as ends
