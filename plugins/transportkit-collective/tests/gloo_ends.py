@@ -83,14 +83,14 @@ def stopped_in_a_transfer(receiver: Receiver) -> None:
     """Take an update, and stop while the first large broadcast is on its way."""
     from transportkit_collective.planes import Plane
 
-    original = Plane._broadcast
+    original = Plane._begin
 
-    def patched(plane: Plane, tensor: torch.Tensor, seconds: float) -> None:
+    def patched(plane: Plane, tensor: torch.Tensor, seconds: float) -> Any:
         if tensor.numel() > 1 << 20:
             threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGSTOP)).start()
-        original(plane, tensor, seconds)
+        return original(plane, tensor, seconds)
 
-    Plane._broadcast = patched  # type: ignore[method-assign]
+    Plane._begin = patched  # type: ignore[method-assign]
     take_for_ever(receiver)
 
 

@@ -50,12 +50,15 @@ class HeadsOnly:
     def __init__(self, rank: int, lane: queue.Queue[torch.Tensor]) -> None:
         self._rank, self._lane = rank, lane
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Done:
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> HeadsOnly:
+        self._tensor = tensors[0]
+        return self
+
+    def wait(self) -> None:
         if self._rank == 0:
-            self._lane.put(tensors[0][:HEAD].clone())
+            self._lane.put(self._tensor[:HEAD].clone())
         else:
-            tensors[0][:HEAD].copy_(self._lane.get(timeout=10))
-        return Done()
+            self._tensor[:HEAD].copy_(self._lane.get(timeout=10))
 
 
 @pytest.mark.parametrize("kind", ["silent", "heads only"])

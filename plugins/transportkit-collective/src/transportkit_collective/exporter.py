@@ -132,7 +132,7 @@ class CollectiveExporter(Exporter):
         head = Head(header.last, header.update, header.seq, header.nbytes)
         give = functools.partial(self._member.plane.give, self._whole[slot], head, first=self._over)
         self._over = header.last
-        job = self._member.submit(give)
+        job = self._member.begin(give)
         self._jobs.append(job)
         self._of_slot[slot] = job
         while len(self._jobs) > self._terms.slots:

@@ -35,10 +35,12 @@ class CollectiveImporter(Importer):
         self._wiring = wiring
         self._free = list(plane.slots(terms.slots, terms.chunk_bytes))
         self._taken: dict[tuple[int, int], Tensor] = {}
-        self._ahead: collections.deque[tuple[Job[Head | None], Tensor]] = collections.deque()
+        self._ahead: collections.deque[tuple[Job[Head], Tensor]] = collections.deque()
         self._member = Member(plane, wiring, terms.backend, len(terms.receivers) + 1)
         self._over = True
-        """Whether the chunk that came last was its update's last one; the runner's thread alone knows."""
+        """Whether the chunk that came last was its update's last one, or none has come."""
+        self._due: tuple[int, int] | None = None
+        """The chunk that comes next for certain; None where others may come before the next one that is opened."""
         self._beside: bool | None = None
         self._host = ""
 
@@ -94,13 +96,17 @@ class CollectiveImporter(Importer):
             raise ProtocolError(
                 f"chunk {header.seq} claims {header.nbytes} bytes, the agreed limit is {self._terms.chunk_bytes}"
             )
+        following = self._member.plane.ahead and not header.last
+        if following and wanted == self._due and len(self._ahead) == 1 and self._free:
+            self._ask()  # what comes after this one; this one itself is on its way
         while True:
             if not self._ahead:
                 self._ask()
             job, slot = self._ahead[0]
             head = self._member.result(job, deadline)
             self._ahead.popleft()
-            if head is not None and head.chunk >= wanted:
+            self._over = head.last
+            if head.chunk >= wanted:
                 break
             self._free.append(slot)
         if head.chunk != wanted or head.nbytes != header.nbytes:
@@ -109,8 +115,10 @@ class CollectiveImporter(Importer):
             self._member.end("it carried another chunk than its header said")
             raise ProtocolError(f"the header says {said}, the {self._terms.backend} group carried {came}")
         self._taken[wanted] = slot
-        if self._member.plane.ahead and not header.last:
-            while self._free:
+        self._due = None
+        if following:
+            self._due = header.update, header.seq + 1
+            if not self._ahead and self._free:
                 self._ask()
         return slot[HEAD : HEAD + head.nbytes]
 
@@ -123,22 +131,14 @@ class CollectiveImporter(Importer):
             self._free.append(slot)
 
     def _ask(self) -> None:
-        """Have the next chunk land in a free slot; but nothing after an update's last one, if asked ahead."""
+        """Have the next chunk land in a free slot."""
         if not self._free:
             raise LeaseError(
                 f"all {self._terms.slots} landing slots are held by leases; release earlier chunks or raise `slots=`"
             )
         slot = self._free.pop()
-        first = not self._ahead
-        self._ahead.append((self._member.submit(functools.partial(self._take, slot, first)), slot))
-
-    def _take(self, slot: Tensor, first: bool) -> Head | None:
-        """On the runner's thread: the next chunk, or None where nothing more is to come before somebody asks again."""
-        if self._over and not first:
-            return None
-        head = self._member.plane.take(slot, first=self._over)
-        self._over = head.last
-        return head
+        take = functools.partial(self._member.plane.take, slot, first=self._over)
+        self._ahead.append((self._member.begin(take), slot))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from transportkit.transport import Wiring
     from transportkit_collective.planes import Plane
     from transportkit_collective.runner import Job
-
 T = TypeVar("T")
 
 #: How long `close` waits for a group that is at rest, or was severed, to go; it takes a few milliseconds. In seconds.
@@ -54,14 +53,14 @@ class Member:
         seconds = self.store.seconds = (deadline.remaining(cap=3600.0) or 0.0) + SLACK
         self._runner = Runner(self.plane, self.bell, f"transportkit-{self._backend}-{rank}")
         plane, store, ranks = self.plane, self.store, self._ranks
-        return self._runner.submit(lambda: plane.form(store, rank, ranks, host, seconds))
+        return self._runner.submit(lambda: lambda: plane.form(store, rank, ranks, host, seconds))
 
-    def submit(self, work: Callable[[], T]) -> Job[T]:
-        """Have the group do something. Raises `BackendError` where it has ended or never began."""
+    def begin(self, start: Callable[[], Callable[[], T]]) -> Job[T]:
+        """Have the group do something, as `Runner.submit`. Raises `BackendError` where it has ended or never began."""
         self.check()
         if self._runner is None:
             raise BackendError(f"this end of {self._backend} is not connected", backend=self._backend)
-        return self._runner.submit(work)
+        return self._runner.submit(start)
 
     def turn(self, deadline: Deadline) -> None:
         """Wait until the bell rings: a job is done, a word was heard, or this end was stopped.

@@ -1,13 +1,15 @@
 """All that differs between gloo and NCCL: how a group is made and ended, where slots are, streams, one broadcast.
 
-A plane is one rank's part in one group. `form`, `give`, `take` and `dispose` run on the group's runner and may block;
-the other methods run on the session's thread and do not, except where they say so.
+A plane is one rank's part in one group. `form`, `dispose`, and what `give` and `take` return, run on the group's runner
+and may block; `give` and `take` themselves, and the other methods, do not, except where they say so. So the next
+broadcast begins while the last one is on its way, where the plane's group can do that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import threading
 import time
@@ -20,10 +22,11 @@ import torch.distributed as dist
 from transportkit.errors import ResourceError
 from transportkit.lifecycle import host_slots
 from transportkit_collective.head import HEAD, TAIL, Head, forget, read
+from transportkit_collective.runner import IN_FLIGHT
 from transportkit_collective.severing import Address, let_go, listening, shut_down
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -47,6 +50,7 @@ class Plane:
 
     def __init__(self) -> None:
         self._group: Any = None
+        self._using = threading.Lock()  # nobody but the runner may be the last one to have the group
         self.ends_by = 0.0
 
     def form(self, store: LinkStore, rank: int, size: int, host: str, seconds: float) -> None:
@@ -57,18 +61,28 @@ class Plane:
         """``count`` uint8 tensors of shape ``(HEAD + nbytes + TAIL,)``."""
         raise NotImplementedError
 
-    def give(self, slot: Tensor, head: Head, *, first: bool) -> None:
-        """Broadcast one chunk from this rank, which is 0; returns when the slot is read.
+    def give(self, slot: Tensor, head: Head, *, first: bool) -> Callable[[], None]:
+        """Broadcast one chunk from this rank, which is 0.
 
         Args:
             slot: the chunk's.
             head: what it carries.
             first: the chunk before it was its update's last one, or there was none.
+
+        Returns:
+            Waits until the slot is read.
         """
         raise NotImplementedError
 
-    def take(self, slot: Tensor, *, first: bool) -> Head:
-        """Receive the next chunk from rank 0 into a slot. Raises `ProtocolError` where it does not hold."""
+    def take(self, slot: Tensor, *, first: bool) -> Callable[[], Head]:
+        """Receive the next chunk from rank 0 into a slot.
+
+        Args:
+            first: as for `give`. Nothing may follow a first one before that is there.
+
+        Returns:
+            Waits for the chunk. Raises `ProtocolError` where it does not hold.
+        """
         raise NotImplementedError
 
     def packing(self, index: int) -> AbstractContextManager[object]:
@@ -84,7 +98,8 @@ class Plane:
 
     def dispose(self) -> None:
         """Drop the group."""
-        self._group = None
+        with self._using:
+            self._group = None
 
     def disown(self) -> None:
         """Leak the group: whoever drops it would wait for threads that are busy, or are not there."""
@@ -94,12 +109,22 @@ class Plane:
     def forked(self) -> None:
         """In a forked child: close the copies of the group's descriptors."""
 
-    def _broadcast(self, tensor: Tensor, seconds: float) -> None:
+    def _begin(self, tensor: Tensor, seconds: float) -> Any:
+        """Begin a broadcast; the work that can be waited for."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=seconds)
-        self.ends_by = time.monotonic() + seconds
-        self._group.broadcast([tensor], options).wait()
+        with self._using:
+            if self._group is None:
+                raise RuntimeError("the group was dropped")
+            self.ends_by = time.monotonic() + seconds
+            return self._group.broadcast([tensor], options)
+
+    def _finish(self, work: Any) -> None:
+        work.wait()
+
+    def _broadcast(self, tensor: Tensor, seconds: float) -> None:
+        self._finish(self._begin(tensor, seconds))
 
 
 # -- gloo -------------------------------------------------------------------------------------------------------------
@@ -115,6 +140,7 @@ def gloo_group(store: LinkStore, rank: int, size: int, host: str, seconds: float
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=seconds)
+    options._threads = IN_FLIGHT
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
@@ -155,19 +181,25 @@ class GlooPlane(Plane):
     def slots(self, count: int, nbytes: int) -> Sequence[Tensor]:
         return host_slots(count, HEAD + nbytes + TAIL)
 
-    def give(self, slot: Tensor, head: Head, *, first: bool) -> None:
+    def give(self, slot: Tensor, head: Head, *, first: bool) -> Callable[[], None]:
         head.write(slot)
         head.write_tail(slot)
         message = slot[: HEAD + head.nbytes + TAIL]
-        if not first or message.numel() <= FIRST_BYTES:
-            self._broadcast(message, self._seconds)
-        else:
-            self._broadcast(message[:HEAD], self._seconds)
-            self._broadcast(message[HEAD:], self._seconds)
+        parts = [message] if not first or message.numel() <= FIRST_BYTES else [message[:HEAD], message[HEAD:]]
+        return functools.partial(self._given, [self._begin(part, self._seconds) for part in parts])
 
-    def take(self, slot: Tensor, *, first: bool) -> Head:
+    def _given(self, works: list[Any]) -> None:
+        for work in works:
+            self._finish(work)
+
+    def take(self, slot: Tensor, *, first: bool) -> Callable[[], Head]:
         forget(slot)
-        self._broadcast(slot[:FIRST_BYTES] if first else slot, self._seconds)
+        return functools.partial(
+            self._taken, slot, self._begin(slot[:FIRST_BYTES] if first else slot, self._seconds), first=first
+        )
+
+    def _taken(self, slot: Tensor, work: Any, *, first: bool) -> Head:
+        self._finish(work)
         head = read(slot, slot.numel() - HEAD - TAIL)
         length = HEAD + head.nbytes + TAIL
         if first and length > FIRST_BYTES:
@@ -315,7 +347,10 @@ class NcclPlane(Plane):
         self._streams = self._streams or Streams(self._device, count)
         return whole
 
-    def give(self, slot: Tensor, head: Head, *, first: bool) -> None:
+    def give(self, slot: Tensor, head: Head, *, first: bool) -> Callable[[], None]:
+        return functools.partial(self._give, slot, head)
+
+    def _give(self, slot: Tensor, head: Head) -> None:
         assert self._streams is not None
         index = self._slots.index(slot.data_ptr())
         head.write(self._heads[index])
@@ -323,7 +358,10 @@ class NcclPlane(Plane):
             self._streams.put_head(slot, self._heads[index])
             self._broadcast(slot, self._seconds)
 
-    def take(self, slot: Tensor, *, first: bool) -> Head:
+    def take(self, slot: Tensor, *, first: bool) -> Callable[[], Head]:
+        return functools.partial(self._take, slot)
+
+    def _take(self, slot: Tensor) -> Head:
         assert self._streams is not None
         staged = self._heads[self._slots.index(slot.data_ptr())]
         forget(staged)

@@ -2,17 +2,20 @@
 
 A collective may block for as long as a peer is silent, and so does dropping its group. So the group lives on a thread
 of its own, from its making to its end, and the session's thread waits for it through a descriptor, with a deadline and
-an eye on the links. Whoever gives up stops the runner. What runs has a moment to come to its end, then the group is
-severed, which ends what waits for a peer, but not a transfer that has begun. Until that runs into its own time limit
-the runner is *parked*: thread, group and memory stay as they are, counted by `parked`.
+an eye on the links. A job begins in turn, which does not block, on whichever thread finds room for it: `IN_FLIGHT` of
+them may be under way together. Its end is waited for on the runner's thread.
+
+Whoever gives up stops the runner. What runs has a moment to come to its end, then the group is severed, which ends what
+waits for a peer, but not a transfer that has begun. Until that runs into its own time limit the runner is *parked*:
+thread, group and memory stay as they are, counted by `parked`.
 """
 
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import os
-import queue
 import threading
 import time
 import weakref
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
+
+#: How many jobs may be under way: while one broadcast waits for its peer, or for its turn on a processor, the next one
+#: moves. Where it is given up, all run into their time limits together.
+IN_FLIGHT = 3
 
 #: How long a job that runs at the end of its group may take before the group is severed, in seconds.
 GRACE = 0.2
@@ -82,27 +89,97 @@ class Bell:
 
 
 class Job(Generic[T]):
-    """One call on the runner's thread."""
+    """Something that the group does.
 
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work: Callable[[], T] | None = work
+    Args:
+        start: begins it, without blocking, and returns what waits for its end and gives its value.
+    """
+
+    def __init__(self, start: Callable[[], Callable[[], T]]) -> None:
+        self._start: Callable[[], Callable[[], T]] | None = start
+        self._finish: Callable[[], T] | None = None
         self._value: list[T] = []
         self.error: BaseException | None = None
         self.done = False
 
-    def run(self) -> None:
-        work, self._work = self._work, None
-        assert work is not None
+    def begin(self) -> None:
+        start, self._start = self._start, None
+        assert start is not None
         try:
-            self._value.append(work())
+            self._finish = start()
+        except BaseException as error:
+            self.error = error.with_traceback(None)  # whose frames hold parts of the group, see `finish`
+
+    def finish(self) -> None:
+        finish, self._finish = self._finish, None
+        try:
+            if finish is not None:
+                self._value.append(finish())
         except BaseException as error:
             # Its frames hold parts of the group, which must die on the runner's thread.
             self.error = error.with_traceback(None)
         self.done = True
 
+    def forget(self) -> None:
+        """It will not be finished: let go of what it holds of the group, whoever still has the job."""
+        self._start = self._finish = None
+
     def value(self) -> T:
         assert self.error is None
         return self._value[0]
+
+
+class Jobs:
+    """Jobs in their order: some under way, the others waiting for that. For two threads."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: collections.deque[Job[Any]] = collections.deque()
+        self._begun: collections.deque[Job[Any]] = collections.deque()
+        self._ended = False
+
+    def add(self, job: Job[Any]) -> None:
+        """Begin it when there is room; here, where the runner's thread waits for another one. Nothing begins after
+        the end.
+        """
+        with self._changed:
+            self._waiting.append(job)
+            if self._begun:
+                self._begin()
+            self._changed.notify_all()
+
+    def first(self) -> Job[Any] | None:
+        """The oldest job that is under way, waiting for one; None at the end."""
+        with self._changed:
+            while not self._waiting and not self._begun and not self._ended:
+                self._changed.wait()
+            self._begin()
+            return None if self._ended else self._begun[0]
+
+    def over(self) -> None:
+        """The oldest has come to its end."""
+        with self._changed:
+            self._begun.popleft()
+
+    def end(self) -> None:
+        """Begin nothing any more."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def forget(self) -> None:
+        """After the end: let go of all that has not come to its own."""
+        with self._changed:
+            for job in (*self._begun, *self._waiting):
+                job.forget()
+            self._begun.clear()
+            self._waiting.clear()
+
+    def _begin(self) -> None:
+        while self._waiting and len(self._begun) < IN_FLIGHT and not self._ended:
+            job = self._waiting.popleft()
+            self._begun.append(job)
+            job.begin()
 
 
 class Runner:
@@ -117,21 +194,25 @@ class Runner:
     def __init__(self, group: Group, bell: Bell, name: str) -> None:
         self.group = group
         self.bell = bell
-        self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
+        self._jobs = Jobs()
         self._stopped = threading.Event()
         self._severing: threading.Thread | None = None
         self._pid = os.getpid()
-        work = (group, self._jobs, self._stopped, bell)
+        work = (group, self._jobs, bell)
         self._thread = threading.Thread(target=_run, args=work, name=name, daemon=True)
         _runners.add(self)
         self._thread.start()
 
-    def submit(self, work: Callable[[], T]) -> Job[T]:
-        """Have it called after all earlier ones. Raises `BackendError` once stopped."""
+    def submit(self, start: Callable[[], Callable[[], T]]) -> Job[T]:
+        """Have something done, after all earlier jobs have begun. Raises `BackendError` once stopped.
+
+        Args:
+            start: as for `Job`; called here, or on the runner's thread.
+        """
         if self._stopped.is_set():
             raise BackendError("the group of this lane has ended")
-        job = Job(work)
-        self._jobs.put(job)
+        job = Job(start)
+        self._jobs.add(job)
         return job
 
     def stop(self) -> None:
@@ -141,7 +222,7 @@ class Runner:
                 return
             self._stopped.set()
             _leaving[:] = [runner for runner in _leaving if runner.alive] + [self]
-        self._jobs.put(None)
+        self._jobs.end()
         severing = threading.Thread(
             target=_sever, args=(self._thread, self.group), name="transportkit-sever", daemon=True
         )
@@ -185,14 +266,15 @@ def _sever(thread: threading.Thread, group: Group) -> None:
         group.sever()
 
 
-def _run(group: Group, jobs: queue.SimpleQueue[Job[Any] | None], stopped: threading.Event, bell: Bell) -> None:
-    failed = False
-    while not failed and (job := jobs.get()) is not None and not stopped.is_set():
-        job.run()
-        # Whatever follows would be taken for the rest of what failed: the ranks count their operations.
-        failed = job.error is not None
+def _run(group: Group, jobs: Jobs, bell: Bell) -> None:
+    while (job := jobs.first()) is not None:
+        job.finish()
+        if job.error is not None:
+            jobs.end()  # whatever follows would be taken for the rest of what failed: the ranks count their operations
+        jobs.over()
         del job
         bell.ring()
+    jobs.forget()
     with contextlib.suppress(Exception):  # there is nobody to tell, and nothing to be done about it
         group.dispose()
     bell.ring()
