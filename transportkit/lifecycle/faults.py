@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class translated:  # noqa: N801 - it is used as a function is
-    """Turns any native exception of a backend into `BackendError`, cause kept.
+    """Turns any native exception of a backend into `BackendError`, cause kept. Holds no state: one serves for ever.
 
     A class, since it is entered several times for each chunk, where a generator would cost twice as much.
     """
@@ -27,6 +27,8 @@ class translated:  # noqa: N801 - it is used as a function is
         return
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None:
+            return
         if isinstance(error, Exception) and not isinstance(error, TransportKitError):
             raise BackendError(f"backend {self._backend} failed: {error!r}", backend=self._backend) from error
 

@@ -116,6 +116,7 @@ class Imports:
     def __init__(self, importer: Importer, backend: str, slots: int, acknowledge: Callable[[Chunk], None]) -> None:
         self._importer = importer
         self._backend = backend
+        self._translated = translated(backend)
         self._slots = slots
         self._acknowledge = acknowledge
         self._attached: dict[int, Tensor] = {}
@@ -142,7 +143,7 @@ class Imports:
 
     def open(self, header: Chunk, deadline: Deadline) -> Imported:
         """Import one chunk. Raises `BackendError`, and `ProtocolError` for a wrong length or an export that is gone."""
-        with translated(self._backend):
+        with self._translated:
             attached = self._attach(header.location)
             memory = self._importer.open(header, attached, deadline)
         known, buffer = self._known.get(header.location.offset, (None, None))
@@ -241,7 +242,7 @@ class Imports:
         self._held.clear()
         self._known.clear()
         with contextlib.ExitStack() as stack:  # the last one first; an exception is passed on to the end
-            stack.enter_context(translated(self._backend))
+            stack.enter_context(self._translated)
             stack.callback(self._importer.close)
             for export in reversed(list(self._attached)):
                 stack.callback(self._detach, export)
@@ -256,7 +257,7 @@ class Imports:
         if self._closed:
             return
         export = chunk.header.location.export
-        with translated(self._backend):
+        with self._translated:
             try:
                 self._importer.release(chunk.header)
             finally:

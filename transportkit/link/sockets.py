@@ -181,8 +181,14 @@ class SocketLink(Link):
         self._out.hold(HEAD.pack(CONTROL, len(body)) + body)
 
     def flush(self, deadline: Deadline) -> None:
-        """Write what `hold` and `try_send` left over; read meanwhile. Raises as `send`, but the link stays usable."""
+        """Write what `hold` and `try_send` left over; read meanwhile. Raises as `send`; the link stays usable."""
         self._check()
+        while not self._flush():
+            self._await_writable(deadline)
+
+    def post(self, body: bytes, deadline: Deadline) -> None:
+        """`hold` and `flush`."""
+        self.hold(body)
         while not self._flush():
             self._await_writable(deadline)
 
@@ -407,10 +413,10 @@ class SocketLink(Link):
     def kind_at_hand(self) -> int | None:
         return self._ahead[0] if len(self._ahead) >= HEAD.size else None
 
-    def hung_up(self) -> bool:
-        """Whether the peer has ended the stream; what it sent before may still be there. Reads nothing."""
+    def at_rest(self) -> bool:
+        """Whether nothing is left to be written, and the peer, as far as is known without reading, still there."""
         self._check()
-        return bool(self._ending.poll(0))
+        return not (self._lost or self._deaf or self._ending.poll(0) or self._out)
 
     def fileno(self) -> int:
         self._check()

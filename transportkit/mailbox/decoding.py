@@ -86,6 +86,8 @@ class Decoder:
         if code == REF:
             ref = _as_mark(_ref, data)
             assert self._tensors is not None
+            if ref.kind == Kind.TENSOR:
+                return self._tensors.tensor(ref, self._host)
             return self._as(ref.kind, self._tensors.tensor(ref, self._target(ref)))
         if code == INLINE:
             inline = _as_mark(_inline, data)
@@ -112,9 +114,9 @@ class Decoder:
         return self._device if ref.kind == Kind.DEVICE_TENSOR else self._host
 
     def _inline(self, inline: Inline) -> Tensor:
-        spec = spec_of(inline)
+        spec, size = spec_of(inline)
         tensor = allocate(spec, "cpu")
-        if tensor.numel() * tensor.itemsize != len(inline.data):
+        if size != len(inline.data):
             raise ProtocolError(f"a {inline.dtype} tensor of shape {inline.shape} came with {len(inline.data)} bytes")
         self.inline_bytes += len(inline.data)
         if inline.data:
@@ -146,20 +148,25 @@ def _as_mark(decoder: msgspec.msgpack.Decoder[M], data: memoryview) -> M:
         raise ProtocolError(f"a tensor's description is malformed: {error}") from error
 
 
-def spec_of(ref: Ref | Inline) -> TensorSpec:
-    """The spec of a tensor that is described by a peer. Raises `ProtocolError` for one that there cannot be."""
+def spec_of(ref: Ref | Inline) -> tuple[TensorSpec, int]:
+    """The spec of a tensor that is described by a peer, and its size in bytes.
+
+    Raises:
+        ProtocolError: there cannot be such a tensor.
+        MessageError: this torch does not have its dtype.
+    """
     try:
         dtype = dtype_of(ref.dtype)
     except KeyError as error:
         raise MessageError(
             f"a tensor has the dtype {ref.dtype[:64]!r}, which torch {torch.__version__} here does not have"
         ) from error
-    size = dtype.itemsize
+    strided = dtype.itemsize  # torch counts the strides of empty tensors, too
     for extent in ref.shape:
-        size *= extent or 1
-    if size >= 1 << 63:
+        strided *= extent or 1
+    if strided >= 1 << 63:
         raise ProtocolError(f"a tensor came with the shape {ref.shape}, more bytes than a 64-bit integer counts")
-    return TensorSpec("tensor", ref.dtype, ref.shape)
+    return TensorSpec("tensor", ref.dtype, ref.shape), 0 if 0 in ref.shape else strided
 
 
 def _check_type(kind: Any) -> None:

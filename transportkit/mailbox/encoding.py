@@ -136,9 +136,9 @@ class Encoder:
                 f"the message has a body of {len(body)} bytes, where {BODY_LIMIT} may be: send what is large in it as "
                 "tensors, or several messages"
             )
-        encoded = Encoded(body, tuple(self._sizes), self._inline_bytes, self._fallbacks, self._tensors, self._addresses)
-        self._begin(all_inline=False)
-        return encoded
+        tensors, addresses = self._tensors, self._addresses
+        self._tensors, self._addresses = [], []  # they are the caller's, and not to be kept
+        return Encoded(body, tuple(self._sizes), self._inline_bytes, self._fallbacks, tensors, addresses)
 
     # -- called by msgspec ------------------------------------------------------------------------------------------
 

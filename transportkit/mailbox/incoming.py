@@ -11,7 +11,6 @@ from transportkit.errors import MessageError, ProtocolError
 from transportkit.kinds import MAX_BYTES, dtype_of
 from transportkit.mailbox.decoding import spec_of
 from transportkit.mailbox.encoding import BODY_LIMIT, MAX_TENSORS
-from transportkit.manifest import nbytes
 from transportkit.memory import allocate, memmove, typed_view
 from transportkit.unpacking import Writer
 from transportkit.wire import Chunk, Letter, TensorSpec
@@ -160,8 +159,7 @@ class Incoming:
         Args:
             base: the leased chunk; None where the tensor is to be the caller's own.
         """
-        spec = spec_of(ref)
-        size = nbytes(spec)
+        spec, size = spec_of(ref)
         if ref.index >= len(self.sizes) or self.sizes[ref.index] != size:
             raise ProtocolError(f"message {self.number} names tensor {ref.index} of {size} bytes, which did not come")
         if ref.index in self._given:

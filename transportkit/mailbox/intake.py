@@ -157,9 +157,10 @@ class Intake:
         return None
 
     def _advance(self, producer: Producer) -> None:
-        if producer.advance() and producer not in self._ready:
+        if not producer.advance():
+            self._tend(producer)
+        elif producer not in self._ready:  # and nothing more is read from it, until `done`
             self._ready.append(producer)
-        self._tend(producer)
 
     def _tend(self, producer: Producer) -> None:
         """Wait for what this producer's link is to be looked at for; let it go where it is gone."""

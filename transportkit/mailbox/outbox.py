@@ -328,7 +328,8 @@ class Outbox:
         return ClosedError(text) if isinstance(error, ClosedError) else DeadlineError(text)
 
     def _open(self, deadline: Deadline) -> Posting:
-        self._check()
+        if self._closed is not None:  # by another thread, while this one waited for its turn
+            self._check()
         if self._posting is None:
             return self._connect(deadline)
         return self._posting

@@ -41,6 +41,8 @@ from transportkit.transport import Exporter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
+
     from transportkit.link import SocketLink
     from transportkit.mailbox.counts import OutboxCounts
     from transportkit.mailbox.encoding import Encoded
@@ -99,7 +101,6 @@ class Posting:
         self._bound = Deadline(peers.timeout, f"progress over {lane.backend} at {self.name}")
         self._host = all(slot.is_cpu for slot in lane.slots)
         self._unguarded = type(lane.exporter).packing is Exporter.packing  # most have none, and it is not free
-        self._nothing = contextlib.nullcontext()
         self._memory = [memory_of(slot) for slot in lane.slots] if lane.terms.digest != "none" else []
         lane.pool.newest_first = True
         peers.on_message = self._heard
@@ -159,11 +160,11 @@ class Posting:
         self.begun = self._told = self._broken = False
         self._slot: int | None = None
         self._unmoved: int | None = None
-        if self._peer.gone is not None or self.link.hung_up():
+        if self._peer.gone is not None or not self.link.at_rest():
             self.take_in()
+            self._tidy(deadline)
         if len(self._in_flight) >= self._capacity:
             self._wait(lambda: len(self._in_flight) < self._capacity, deadline, "room in the inbox")
-        self._tidy(deadline)
         try:
             self._send(number, encoded, deadline)
         except BaseException as error:
@@ -211,11 +212,11 @@ class Posting:
         slot = self._slot = lane.pool.acquire()
         assert slot is not None
         size = used(pieces)
-        with self._nothing if self._unguarded else lane.packing(slot):
-            try:
-                packer.pack(pieces, lane.slots[slot])
-            except RuntimeError as error:
-                raise TensorError(f"a tensor of the message cannot be copied by torch: {error}") from error
+        if self._unguarded:
+            _fill(lane.slots[slot], packer, pieces)
+        else:
+            with lane.packing(slot):
+                _fill(lane.slots[slot], packer, pieces)
         value = digest(self._memory[slot][:size]) if self._memory else 0
         with lane.translated():
             lane.exporter.ready(slot, self._patience())
@@ -254,8 +255,7 @@ class Posting:
             self._say_moved(number, seq)
 
     def _say_moved(self, number: int, seq: int) -> None:
-        self.link.hold(wire.encode(wire.Moved(number, seq)))
-        self.link.flush(self._patience())
+        self.link.post(wire.encode(wire.Moved(number, seq)), self._patience())
 
     # -- frames -------------------------------------------------------------------------------------------------------
 
@@ -263,8 +263,7 @@ class Posting:
         """Write one frame of a message, or none of it that counts."""
         frame = wire.encode(message)
         try:
-            self.link.hold(frame)
-            self.link.flush(deadline)
+            self.link.post(frame, deadline)
         except PeerError:
             self.begun = True  # for all that is known here
             raise
@@ -295,8 +294,9 @@ class Posting:
         _log.info("message %d to %s is withdrawn: %s", number, self.name, error)
         if not self._told:
             with contextlib.suppress(TransportKitError):
-                self.link.hold(wire.encode(wire.Withdrawn(number, self._broken)))
-                self.link.flush(Deadline(0, "room for the withdrawal"))
+                self.link.post(
+                    wire.encode(wire.Withdrawn(number, self._broken)), Deadline(0, "room for the withdrawal")
+                )
 
     def _tidy(self, deadline: Deadline) -> None:
         """Write what an earlier message has left over."""
@@ -382,3 +382,10 @@ class Posting:
         """Make a running call raise. From any thread; never blocks."""
         self.link.abort()
         self.lane.exporter.abort()
+
+
+def _fill(slot: Tensor, packer: Packer, pieces: tuple[Piece, ...]) -> None:
+    try:
+        packer.pack(pieces, slot)
+    except RuntimeError as error:
+        raise TensorError(f"a tensor of the message cannot be copied by torch: {error}") from error

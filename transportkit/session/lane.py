@@ -57,6 +57,7 @@ class Lane:
         self.terms = terms
         self.exporter = exporter
         self.receivers = list(terms.receivers)
+        self._translated = translated(terms.backend)
         self._peers = peers
         names = [peers[number].name for number in self.receivers[:3]]
         self._where = f"at {', '.join(names)}{' and others' if len(self.receivers) > 3 else ''}"
@@ -76,7 +77,7 @@ class Lane:
 
     def translated(self) -> AbstractContextManager[None]:
         """Turns any native exception of this lane's backend into `BackendError`."""
-        return translated(self.backend)
+        return self._translated
 
     def emit(
         self,
