@@ -15,10 +15,11 @@ import threading
 from typing import TYPE_CHECKING, NoReturn
 
 from transportkit.errors import ClosedError, DeadlineError, ForkedError, PeerLostError, ProtocolError
+from transportkit.link.ahead import READ_AHEAD, Ahead
 from transportkit.link.base import CONTROL, HEAD, PAYLOAD, Link, close_in_child, milliseconds
 from transportkit.link.outgoing import VECTOR, Outgoing
 from transportkit.link.tuning import tune
-from transportkit.wire import CONTROL_FRAME_LIMIT, HANDSHAKE_FRAME_LIMIT
+from transportkit.wire import CONTROL_FRAME_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from transportkit.deadline import Deadline
 
 __all__ = ["READ_AHEAD", "SocketLink"]
-
-#: Most that is read before somebody asks for it, in bytes; any frame of the handshake fits.
-READ_AHEAD = HANDSHAKE_FRAME_LIMIT + 4096
 
 #: Bytes per read: small, so that little of a payload passes through the read-ahead; large, for bodies that have begun.
 _SMALL, _LARGE = 1 << 15, 1 << 18
@@ -47,7 +45,7 @@ class SocketLink(Link):
         self._poller.register(sock, self._waited)
         self._ending = select.poll()
         self._ending.register(sock, select.POLLRDHUP)
-        self._ahead = bytearray(ahead)  # read, not asked for yet
+        self._ahead = Ahead(ahead)
         self._out = Outgoing(sock)
         self._unusable: ClosedError | ForkedError | None = None
         self._lost = False  # nothing more can be read
@@ -173,7 +171,7 @@ class SocketLink(Link):
             self._read_meanwhile()
 
     def push_events(self) -> int:
-        return select.POLLOUT | (select.POLLIN if not self._lost and len(self._ahead) < READ_AHEAD else 0)
+        return select.POLLOUT | (select.POLLIN if not self._lost and not self._ahead.full else 0)
 
     def hold(self, body: bytes) -> None:
         """Take over one control frame, to be written by `flush`; what was left over must be written."""
@@ -212,7 +210,7 @@ class SocketLink(Link):
 
     def _read_meanwhile(self) -> None:
         """Take into the bounded read-ahead what is there."""
-        if not self._lost and len(self._ahead) < READ_AHEAD:
+        if not self._lost and not self._ahead.full:
             self._ahead += self._now(_LARGE) or b""
         if self._lost:
             self._raise_lost()
@@ -254,16 +252,9 @@ class SocketLink(Link):
 
     def _head(self, kind: int, limit: int, deadline: Deadline) -> int:
         """The length of the next frame's body; its head stays in the read-ahead."""
-        while len(self._ahead) < HEAD.size:
+        while (length := self._ahead.length(kind, limit, self.peer)) is None:
             self._ahead += self._some(_SMALL, deadline)
-        found, length = HEAD.unpack_from(self._ahead)
-        if found != kind:
-            names = {CONTROL: "a control frame", PAYLOAD: "a payload frame"}
-            what = names.get(found, f"a frame of kind {found}")
-            raise ProtocolError(f"{self.peer} sent {what} instead of {names[kind]}")
-        if length > limit:
-            raise ProtocolError(f"{self.peer} announced a frame of {length} bytes where at most {limit} are allowed")
-        return int(length)
+        return length
 
     def _control(self, length: int, deadline: Deadline) -> bytes:
         """The body of a control frame, kept whole in the read-ahead until it is complete."""
@@ -345,7 +336,7 @@ class SocketLink(Link):
         self._check()
         if self._out:
             self._flush_quietly()
-        while not self._at_hand():
+        while not self._ahead.ready(self.control_limit):
             if (data := self._now(_SMALL)) is None:
                 return False
             if not data:
@@ -357,24 +348,15 @@ class SocketLink(Link):
         self._check()
         if self._out:
             self._flush_quietly()
-        ahead = self._ahead
         while True:
-            if len(ahead) >= HEAD.size:
-                kind, length = HEAD.unpack_from(ahead)
-                end = HEAD.size + length
-                if kind != CONTROL or length > self.control_limit:
-                    return None
-                if len(ahead) >= end:
-                    body = bytes(memoryview(ahead)[HEAD.size : end])
-                    del ahead[:end]
-                    return body
-                if len(ahead) >= READ_AHEAD:
-                    return None
+            body = self._ahead.control(self.control_limit)
+            if body is not None or self._ahead.ready(self.control_limit):
+                return body
             if (data := self._now(_SMALL)) is None:
                 return None
             if not data:
                 self._raise_lost()
-            ahead += data
+            self._ahead += data
 
     def poll_past_payloads(self, limit: int) -> bool:
         """Read what is there without waiting: have all payload frames come, and the head of what follows them?
@@ -382,7 +364,7 @@ class SocketLink(Link):
         Raises as `poll`, and `ProtocolError` for payloads of more than ``limit`` bytes together.
         """
         self._check()
-        while not self._past_payloads(limit):
+        while not self._ahead.past_payloads(limit, self.peer):
             if (data := self._now(_LARGE)) is None:
                 return False
             if not data:
@@ -390,28 +372,8 @@ class SocketLink(Link):
             self._ahead += data
         return True
 
-    def _past_payloads(self, limit: int) -> bool:
-        at = 0
-        while len(self._ahead) - at >= HEAD.size:
-            kind, length = HEAD.unpack_from(self._ahead, at)
-            if kind != PAYLOAD:
-                return True
-            at += HEAD.size + length
-            if at > limit:
-                raise ProtocolError(f"{self.peer} sends payloads of {at} bytes where at most {limit} are allowed")
-        return False
-
-    def _at_hand(self) -> bool:
-        if len(self._ahead) < HEAD.size:
-            return False
-        kind: int
-        length: int
-        kind, length = HEAD.unpack_from(self._ahead)
-        wanted = HEAD.size + length
-        return kind != CONTROL or length > self.control_limit or len(self._ahead) >= min(wanted, READ_AHEAD)
-
     def kind_at_hand(self) -> int | None:
-        return self._ahead[0] if len(self._ahead) >= HEAD.size else None
+        return self._ahead.kind
 
     def at_rest(self) -> bool:
         """Whether nothing is left to be written, and the peer, as far as is known without reading, still there."""

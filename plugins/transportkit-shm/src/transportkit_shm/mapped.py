@@ -5,6 +5,7 @@ How slots are located in an arena and read there is `transportkit.mapped`'s.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 from msgspec import Raw, Struct
@@ -13,6 +14,7 @@ from transportkit import mapped
 from transportkit.errors import ProtocolError
 from transportkit.mapped import EXPORT, stopped
 from transportkit.wire import decode_as, raw
+from transportkit_shm.pinning import pin
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,14 +37,21 @@ class MappedExporter(mapped.MappedExporter):
     Args:
         whole: the arena, a uint8 tensor of shape ``(layout.nbytes,)``.
         layout: where its slots lie.
+        device: where the tensors are that come into the slots.
     """
 
-    def __init__(self, whole: Tensor, layout: Layout) -> None:
+    def __init__(self, whole: Tensor, layout: Layout, device: str) -> None:
         super().__init__(whole, layout)
         self._handle = raw(ArenaHandle(nbytes=layout.nbytes))
+        self._unpin = weakref.finalize(self, pin(whole, device))  # whatever becomes of this exporter, and once
+        self._unpin.atexit = False
 
     def share(self, receiver: int) -> Raw:
         return self._handle
+
+    def close(self) -> None:
+        self._unpin()
+        super().close()
 
 
 class MappedImporter(mapped.MappedImporter):

@@ -124,7 +124,7 @@ class MpqueueExporter(MappedExporter):
         layout = arena.Layout(terms.slots, terms.chunk_bytes)
         memory = arena.furnish(layout, open_file, backend=self.backend)
         try:
-            super().__init__(arena.map_whole(memory, layout, self.backend), layout)
+            super().__init__(arena.map_whole(memory, layout, self.backend), layout, terms.sender_device)
         except BaseException:
             os.close(memory)
             raise

@@ -120,7 +120,7 @@ class ShmExporter(MappedExporter):
         layout = arena.Layout(terms.slots, terms.chunk_bytes)
         memory = arena.create(layout)
         try:
-            super().__init__(arena.map_whole(memory, layout), layout)
+            super().__init__(arena.map_whole(memory, layout), layout, terms.sender_device)
         except BaseException:
             os.close(memory)
             raise
