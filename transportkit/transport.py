@@ -195,6 +195,10 @@ class Wiring(abc.ABC):
 class Exporter(abc.ABC):
     """The sending end of an agreed backend: owns the slots."""
 
+    lasting: bool = True
+    """Whether nothing waits any more, at either end, after an update that ended before its last chunk. Where something
+    does, which would run into a time limit while nobody uses the session, the lane is made anew for the next update."""
+
     @property
     @abc.abstractmethod
     def slots(self) -> Sequence[Tensor]:

@@ -19,7 +19,9 @@ from mailbox_ends import WAYS, Way, address_in, produce, reach, value
 from session_ends import Child, Talk
 
 import transportkit as tk
+from transportkit.lifecycle import Imports
 from transportkit.mailbox.admission import Admission
+from transportkit.testing import Call
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -542,3 +544,28 @@ def test_a_producer_that_puts_nothing_leaves_nothing(address: str) -> None:
     with way.inbox(producers=1) as inbox, Child(lonely, way.where(inbox)) as child:
         assert list(inbox) == []
         child.result()
+
+
+def test_nothing_is_put_into_an_inbox_that_has_said_goodbye(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose memory takes a while to be given back, before it hangs up."""
+    closing, go = threading.Event(), threading.Event()
+    original = Imports.close
+
+    def close(imports: Imports) -> None:
+        closing.set()
+        assert go.wait(20)
+        original(imports)
+
+    inbox = tk.Inbox(address, timeout=5)
+    outbox = tk.Outbox(address, timeout=5)
+    outbox.put("taken")
+    assert inbox.get(5) == "taken"
+    outbox.flush()
+    monkeypatch.setattr(Imports, "close", close)
+    ending = Call(inbox.close)
+    assert closing.wait(20)
+    with pytest.raises(tk.PeerClosedError):
+        outbox.put("too late")
+    assert outbox.unacknowledged == ()
+    go.set()
+    ending.result(20)

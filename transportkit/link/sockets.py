@@ -432,6 +432,13 @@ class SocketLink(Link):
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)  # wakes whoever waits on it
 
+    def end_writing(self) -> None:
+        """Let the peer know that nothing more follows, where all is written. Can still be read."""
+        with self._lock:
+            if self._unusable is None and not self._out:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         with self._lock:
             if self._sock.fileno() < 0:

@@ -294,7 +294,8 @@ class Producer:
             bye = wire.Bye() if error is None else wire.Bye(code_of(error), wire.plain(str(error)))
             try:
                 self.flush()
-                self.link.try_send(wire.encode(bye))
+                if self.link.try_send(wire.encode(bye)):
+                    self.link.end_writing()  # at once: an outbox looks for the end before it puts, and not for words
             except TransportKitError:
                 pass
         for each in (self._current, self.complete):

@@ -144,6 +144,9 @@ class Sending:
     def abort(self, error: BaseException) -> None:
         """Tell every receiver to which it was announced that this update ends here."""
         self._convoy.abandon()
+        for lane in self._lanes:
+            if not lane.exporter.lasting:
+                self._rerouting.again.update(lane.receivers)
         for peer in self._peers:
             peer.manifest_id = ""
         self._convoy.dismiss(self._roster.begun, error, withdrawn=not self.began)

@@ -118,6 +118,7 @@ class WrappedExporter(Exporter):
     def __init__(self, transport: type[Wrapped], inner: Exporter) -> None:
         self.transport = transport
         self.inner = inner
+        self.lasting = inner.lasting
 
     def _pass(self, method: str, *args: Any) -> Any:
         call = functools.partial(getattr(self.inner, method), *args)

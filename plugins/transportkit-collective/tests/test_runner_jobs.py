@@ -131,6 +131,40 @@ def test_one_that_cannot_begin_fails_in_its_turn(group: Group, runner: Runner) -
     assert group.disposed.wait(10)
 
 
+def test_nothing_begins_after_one_that_could_not(group: Group, runner: Runner) -> None:
+    """The ranks count: it would be taken for the one that is missing."""
+    go = threading.Event()
+    first = runner.submit(group.job("first", go))
+    until(lambda: group.told != [])
+
+    def start() -> Callable[[], None]:
+        raise RuntimeError("it cannot begin")
+
+    second = runner.submit(start)
+    third = runner.submit(group.job("third", go))
+    go.set()
+    assert group.disposed.wait(10)
+    assert (first.done, second.done, third.done) == (True, True, False)
+    assert "third begins" not in group.told
+
+
+def test_an_interrupt_while_one_begins_is_the_callers(group: Group, runner: Runner) -> None:
+    go = threading.Event()
+    runner.submit(group.job("first", go))
+    until(lambda: group.told != [])
+
+    def start() -> Callable[[], None]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        runner.submit(start)
+    later = runner.submit(group.job("later", go))
+    go.set()
+    assert group.disposed.wait(10)
+    assert not later.done
+    assert "later begins" not in group.told
+
+
 def test_a_stopped_runner_takes_nothing_more_and_severs_what_does_not_end(group: Group, runner: Runner) -> None:
     go = threading.Event()
     running = runner.submit(group.job("running", go))

@@ -36,6 +36,8 @@ class CollectiveExporter(Exporter):
         ResourceError: there is no memory for the slots.
     """
 
+    lasting = False  # a broadcast that one side has begun, and the other will not, waits
+
     def __init__(self, terms: Terms, wiring: Wiring, plane: Plane) -> None:
         self._terms = terms
         self._wiring = wiring

@@ -60,7 +60,11 @@ class Member:
         self.check()
         if self._runner is None:
             raise BackendError(f"this end of {self._backend} is not connected", backend=self._backend)
-        return self._runner.submit(start)
+        try:
+            return self._runner.submit(start)
+        except BaseException as error:  # nobody knows whether it has begun, and the ranks count
+            self.end(f"the beginning of a broadcast was interrupted by {type(error).__name__}")
+            raise
 
     def turn(self, deadline: Deadline) -> None:
         """Wait until the bell rings: a job is done, a word was heard, or this end was stopped.

@@ -107,8 +107,11 @@ class Job(Generic[T]):
         assert start is not None
         try:
             self._finish = start()
-        except BaseException as error:
+        except Exception as error:
             self.error = error.with_traceback(None)  # whose frames hold parts of the group, see `finish`
+        except BaseException as error:  # of the session's thread, a Ctrl-C say: it is the caller's
+            self.error = RuntimeError(f"interrupted by {type(error).__name__} while a broadcast began")
+            raise
 
     def finish(self) -> None:
         finish, self._finish = self._finish, None
@@ -176,7 +179,13 @@ class Jobs:
             self._waiting.clear()
 
     def _begin(self) -> None:
-        while self._waiting and len(self._begun) < IN_FLIGHT and not self._ended:
+        # After a job that failed, none begins: the ranks count their operations, so it would be taken for that one.
+        while (
+            self._waiting
+            and len(self._begun) < IN_FLIGHT
+            and not self._ended
+            and all(job.error is None for job in self._begun)
+        ):
             job = self._waiting.popleft()
             self._begun.append(job)
             job.begin()
