@@ -115,9 +115,9 @@ class Decoder:
 
     def _inline(self, inline: Inline) -> Tensor:
         spec, size = spec_of(inline)
-        tensor = allocate(spec, "cpu")
         if size != len(inline.data):
             raise ProtocolError(f"a {inline.dtype} tensor of shape {inline.shape} came with {len(inline.data)} bytes")
+        tensor = allocate(spec, "cpu")
         self.inline_bytes += len(inline.data)
         if inline.data:
             memmove(tensor.data_ptr(), inline.data, len(inline.data))
