@@ -7,9 +7,10 @@ an object of the user's.
 
 from __future__ import annotations
 
+from transportkit.link.ahead import READ_AHEAD
 from transportkit.link.base import CONTROL, HEAD, PAYLOAD, Link, close_in_child, wait
 from transportkit.link.custom import CustomLink, UserLink, as_link
-from transportkit.link.sockets import READ_AHEAD, SocketLink
+from transportkit.link.sockets import SocketLink
 from transportkit.link.tuning import pair_sockets
 
 __all__ = [

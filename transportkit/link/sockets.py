@@ -15,7 +15,7 @@ import threading
 from typing import TYPE_CHECKING, NoReturn
 
 from transportkit.errors import ClosedError, DeadlineError, ForkedError, PeerLostError, ProtocolError
-from transportkit.link.ahead import READ_AHEAD, Ahead
+from transportkit.link.ahead import Ahead
 from transportkit.link.base import CONTROL, HEAD, PAYLOAD, Link, close_in_child, milliseconds
 from transportkit.link.outgoing import VECTOR, Outgoing
 from transportkit.link.tuning import tune
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from transportkit.deadline import Deadline
-
-__all__ = ["READ_AHEAD", "SocketLink"]
 
 #: Bytes per read: small, so that little of a payload passes through the read-ahead; large, for bodies that have begun.
 _SMALL, _LARGE = 1 << 15, 1 << 18
@@ -187,8 +185,7 @@ class SocketLink(Link):
     def post(self, body: bytes, deadline: Deadline) -> None:
         """`hold` and `flush`."""
         self.hold(body)
-        while not self._flush():
-            self._await_writable(deadline)
+        self.flush(deadline)
 
     def withdraw(self, end: bytes) -> bool:
         """Give up the frame that `hold` took and `flush` could not write: True where nothing of it had left.
@@ -262,8 +259,8 @@ class SocketLink(Link):
         while (missing := end - len(self._ahead)) > 0:
             # Memory grows with what came, not with what was claimed.
             self._ahead += self._some(min(_LARGE, max(_SMALL, missing)), deadline)
-        body = bytes(memoryview(self._ahead)[HEAD.size : end])
-        del self._ahead[:end]
+        body = self._ahead.control(length)
+        assert body is not None
         if self.renew_on_progress:
             deadline.renew()
         return body
@@ -321,6 +318,16 @@ class SocketLink(Link):
             self._lost = True
         return data
 
+    def _more(self, size: int) -> bool:
+        """Read ahead, at most ``size`` bytes, without waiting; whether something was there."""
+        data = self._now(size)
+        if data is None:
+            return False
+        if not data:
+            self._raise_lost()
+        self._ahead += data
+        return True
+
     def _await_readable(self, deadline: Deadline) -> None:
         self._wait(self.events(), deadline)
         if self._out:
@@ -337,11 +344,8 @@ class SocketLink(Link):
         if self._out:
             self._flush_quietly()
         while not self._ahead.ready(self.control_limit):
-            if (data := self._now(_SMALL)) is None:
+            if not self._more(_SMALL):
                 return False
-            if not data:
-                self._raise_lost()
-            self._ahead += data
         return True
 
     def take(self) -> bytes | None:
@@ -352,11 +356,8 @@ class SocketLink(Link):
             body = self._ahead.control(self.control_limit)
             if body is not None or self._ahead.ready(self.control_limit):
                 return body
-            if (data := self._now(_SMALL)) is None:
+            if not self._more(_SMALL):
                 return None
-            if not data:
-                self._raise_lost()
-            self._ahead += data
 
     def poll_past_payloads(self, limit: int) -> bool:
         """Read what is there without waiting: have all payload frames come, and the head of what follows them?
@@ -365,11 +366,8 @@ class SocketLink(Link):
         """
         self._check()
         while not self._ahead.past_payloads(limit, self.peer):
-            if (data := self._now(_LARGE)) is None:
+            if not self._more(_LARGE):
                 return False
-            if not data:
-                self._raise_lost()
-            self._ahead += data
         return True
 
     def kind_at_hand(self) -> int | None:

@@ -16,6 +16,8 @@ from transportkit_collective.runner import IN_FLIGHT, Bell, Runner
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from transportkit_collective.runner import Job
+
 
 class Group:
     """A group that writes down what happens, and whose jobs end when they are told to."""
@@ -76,6 +78,13 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def busy(group: Group, runner: Runner, go: threading.Event) -> Job[str]:
+    """A job that has begun, so that its runner waits for the end of it."""
+    job = runner.submit(group.job("first", go))
+    until(lambda: group.told != [])
+    return job
+
+
 def test_so_many_are_under_way_and_the_others_wait_in_order(group: Group, runner: Runner) -> None:
     goes = [threading.Event() for _ in range(IN_FLIGHT + 2)]
     jobs = []
@@ -114,15 +123,14 @@ def test_after_one_that_fails_nothing_begins_and_nothing_of_the_group_is_kept(gr
     assert kept() is None, "a job that nobody will finish keeps what it was to wait for"
 
 
+def unable() -> Callable[[], None]:
+    raise RuntimeError("it cannot begin")
+
+
 def test_one_that_cannot_begin_fails_in_its_turn(group: Group, runner: Runner) -> None:
     go = threading.Event()
-    first = runner.submit(group.job("first", go))
-    until(lambda: group.told != [])
-
-    def start() -> Callable[[], None]:
-        raise RuntimeError("it cannot begin")
-
-    second = runner.submit(start)
+    first = busy(group, runner, go)
+    second = runner.submit(unable)
     assert not second.done
     go.set()
     until(lambda: second.done)
@@ -134,13 +142,8 @@ def test_one_that_cannot_begin_fails_in_its_turn(group: Group, runner: Runner) -
 def test_nothing_begins_after_one_that_could_not(group: Group, runner: Runner) -> None:
     """The ranks count: it would be taken for the one that is missing."""
     go = threading.Event()
-    first = runner.submit(group.job("first", go))
-    until(lambda: group.told != [])
-
-    def start() -> Callable[[], None]:
-        raise RuntimeError("it cannot begin")
-
-    second = runner.submit(start)
+    first = busy(group, runner, go)
+    second = runner.submit(unable)
     third = runner.submit(group.job("third", go))
     go.set()
     assert group.disposed.wait(10)
@@ -150,8 +153,7 @@ def test_nothing_begins_after_one_that_could_not(group: Group, runner: Runner) -
 
 def test_an_interrupt_while_one_begins_is_the_callers(group: Group, runner: Runner) -> None:
     go = threading.Event()
-    runner.submit(group.job("first", go))
-    until(lambda: group.told != [])
+    busy(group, runner, go)
 
     def start() -> Callable[[], None]:
         raise KeyboardInterrupt
