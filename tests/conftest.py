@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 #: Seconds that a test's processes and descriptors have to go away after it.
-GRACE = 5.0
+GRACE = 10.0
 
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 

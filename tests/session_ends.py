@@ -156,7 +156,7 @@ class Child:
         if self._process.exitcode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
-            self._process.join(5)
+            self._process.join(20)
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -175,7 +175,7 @@ class Child:
         try:
             kind, *value = self._connection.recv()
         except (EOFError, ConnectionResetError):
-            self._process.join(5)
+            self._process.join(20)
             self._end = ("died", self._process.exitcode, [])
             self.died_at = time.monotonic()
             return

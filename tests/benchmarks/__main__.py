@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from collectives import Broadcasts
 from mailboxes import rows as mailbox_rows
-from receivers import Session, grow, handshake
+from receivers import Session, grow, handshake, notice
 from workloads import MIB, copy_seconds, large, nbytes, pipe_seconds, queue_seconds, random, small, socket_seconds
 
 if TYPE_CHECKING:
@@ -155,6 +155,15 @@ def handshake_row() -> Iterator[str]:
     )
 
 
+def death_rows() -> Iterator[str]:
+    for backend in ("shm", "pickle", "gloo"):
+        taken = list(notice(backend, 10))
+        yield (
+            f"| {backend}, a sender killed in mid-update, until its receiver raises | <= 1 s | "
+            f"{statistics.median(taken) * 1e3:.1f} ms | worst of {len(taken)}: {max(taken) * 1e3:.1f} ms | |"
+        )
+
+
 ROWS = {
     "shm": shm_rows,
     "small": small_row,
@@ -164,6 +173,7 @@ ROWS = {
     "gloo": gloo_rows,
     "memory": memory_row,
     "handshake": handshake_row,
+    "death": death_rows,
     "mailbox": mailbox_rows,
 }
 

@@ -108,6 +108,35 @@ class Session:
         return max(grown)
 
 
+def send_for_ever(address: str, source: dict[str, Tensor], backend: str) -> None:
+    with tk.serve(address, backends=[backend]) as sender:
+        while True:
+            sender.send(source)
+
+
+def notice(backend: str, times: int) -> Iterator[float]:
+    """Seconds from the SIGKILL of a sender in mid-update until its receiver raises."""
+    ctx = multiprocessing.get_context("spawn")
+    source = {f"w{i}": torch.ones(4 * MIB) for i in range(16)}
+    target = {name: torch.empty_like(tensor) for name, tensor in source.items()}
+    for number in range(times):
+        with tempfile.TemporaryDirectory() as folder:
+            child = ctx.Process(target=send_for_ever, args=(f"unix:{folder}/link", source, backend))
+            child.start()
+            with tk.connect(f"unix:{folder}/link", wait=60, backends=[backend]) as receiver:
+                receiver.load_into(target)
+                killed: list[float] = []
+                timer = threading.Timer(0.05 + 0.01 * number, lambda: (killed.append(time.perf_counter()), child.kill()))
+                timer.start()
+                try:
+                    while True:
+                        receiver.load_into(target)
+                except tk.PeerLostError:
+                    yield time.perf_counter() - killed[0]
+                timer.join()
+            child.join()
+
+
 def grow(backend: str, *, strided: bool) -> tuple[int, int]:
     """How far 4 GiB through 3 slots of 16 MiB raise the peak memory of the sender and the receiver, in bytes."""
     count, size = 64, 64 * MIB

@@ -8,6 +8,7 @@ import signal
 import time
 
 import pytest
+from promptness import PROMPT
 
 from transportkit import registry
 from transportkit.backends.pickle import PickleTransport
@@ -87,7 +88,7 @@ def test_in_process_ends_in_time_and_leaves_nothing() -> None:
         began = time.monotonic()
         with pytest.raises(HungError, match="said nothing"):
             in_process(time.sleep, 60, timeout=0.3, method="forkserver")
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < PROMPT
     with pytest.raises(AssertionError, match="not importable"):
         in_process(fail_oddly, method="forkserver")
 
@@ -105,16 +106,16 @@ def test_a_child_is_talked_to_stopped_and_killed() -> None:
         child.heard(20)
         child.kill()
         with pytest.raises(ChildDiedError):
-            child.result(5)
+            child.result(20)
 
 
 def test_a_call_tells_where_it_hangs() -> None:
     call = Call(time.sleep, 1.0)
     with pytest.raises(HungError, match="did not end within"):
         call.result(0.05)
-    assert call.error(5) is None
+    assert call.error(20) is None
     with pytest.raises(ZeroDivisionError):
-        bounded(5, divmod, 1, 0)
+        bounded(20, divmod, 1, 0)
 
 
 def test_installed_registers_for_a_while() -> None:
@@ -163,25 +164,25 @@ def test_a_hang_ends_with_abort() -> None:
             pair.run(0.1, 0.2)
         call = pair.start(0.1)
         pair.abort()
-        assert isinstance(call.error(2), BackendError)
+        assert isinstance(call.error(20), BackendError)
 
 
 def test_the_wiring_double_waits_as_the_core_does() -> None:
     with nothing_left(), Loopback((0, 1), capacity=10) as links:
-        links.exporter.send_payload(1, [b"ab", memoryview(b"cd")], Deadline(1, "room"))
-        assert links.importers[1].recv_payload(10, Deadline(1, "frame")) == b"abcd"
+        links.exporter.send_payload(1, [b"ab", memoryview(b"cd")], Deadline(20, "room"))
+        assert links.importers[1].recv_payload(10, Deadline(20, "frame")) == b"abcd"
         with pytest.raises(DeadlineError):
             links.importers[0].recv_payload(10, Deadline(0.05, "frame"))
         links.feed(0, b"12345")
         with pytest.raises(ProtocolError):
-            links.importers[0].recv_payload_into(memoryview(bytearray(4)), Deadline(1, "frame"))
-        links.exporter.send_payload(0, [bytes(8)], Deadline(1, "room"))
+            links.importers[0].recv_payload_into(memoryview(bytearray(4)), Deadline(20, "frame"))
+        links.exporter.send_payload(0, [bytes(8)], Deadline(20, "room"))
         with pytest.raises(DeadlineError):
             links.exporter.send_payload(0, [bytes(8)], Deadline(0.05, "room"))
         reading, writing = os.pipe()
-        waiting = Call(links.importers[0].wait_readable, reading, Deadline(10, "byte"))
+        waiting = Call(links.importers[0].wait_readable, reading, Deadline(20, "byte"))
         links.importers[0].lose()
-        assert isinstance(waiting.error(2), PeerLostError)
-        assert links.importers[0].recv_payload(10, Deadline(1, "frame")) == bytes(8)
+        assert isinstance(waiting.error(20), PeerLostError)
+        assert links.importers[0].recv_payload(10, Deadline(20, "frame")) == bytes(8)
         os.close(reading)
         os.close(writing)

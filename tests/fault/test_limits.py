@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import session_ends as ends
 import torch
+from promptness import PROMPT
 from session_ends import BACKENDS, Child, Talk, caught, differing, model, zeros
 
 import transportkit as tk
@@ -264,7 +265,7 @@ def test_a_sender_exits_although_its_receiver_read_nothing(folder: Path, backend
             receiver.heard()
             began = time.monotonic()
             assert sender.wait(20) == 0
-            assert time.monotonic() - began < 10  # 3 of them its own; a busy machine may need a while to end a process
+            assert time.monotonic() - began < PROMPT  # 3 of them its own
             assert sender.stdout.read().split() == [str(fate == "SIGSTOP"), str(fate == "SIGKILL")]
     finally:
         sender.kill()

@@ -44,7 +44,7 @@ def producer(way: Way) -> Iterator[Posting]:
     """A producer in the hands of a test, agreed with in order."""
     wanted = settings(SIZES | {"backends": [way.backend]})
     choice = choose(read_site("unix"), [way.backend])
-    link = dial(way.address, authkey=None, timeout=5)
+    link = dial(way.address, authkey=None, timeout=20)
     posting = call(link, wanted, choice, wire.Mailbox(8, "hostile"), {}, OutboxCounts())
     try:
         yield posting
@@ -183,7 +183,7 @@ def test_a_producer_that_breaks_the_protocol_costs_only_itself(tmp_path: Path, b
         assert time.monotonic() < began + 2
         honest.put("still")
         while "still" not in taken:
-            taken.append(inbox.get(timeout=5))
+            taken.append(inbox.get(timeout=20))
         assert [each for each in taken if each is not None] == ["honest", "still"]
         assert list(inbox.producers) == [honest.identity]
         assert inbox.stats.slots_in_use == 0
@@ -210,10 +210,10 @@ def test_a_message_that_makes_no_sense_costs_only_itself(tmp_path: Path, what: s
         with pytest.raises(
             (tk.ProtocolError, tk.MessageError), match=r"^message 1 of producer hostile .* is dropped: "
         ):
-            inbox.get(timeout=5)
+            inbox.get(timeout=20)
         assert inbox.stats.dropped == {reason: 1}
         posting.link.try_send(wire.encode(wire.Letter(2, EMPTY_BODY)))
-        assert inbox.get(timeout=5) is None
+        assert inbox.get(timeout=20) is None
         assert inbox.stats.slots_in_use == 0
 
 
@@ -246,9 +246,9 @@ HELLOS: dict[str, dict[str, Any]] = {
 def test_hellos_that_do_not_fit_are_refused(way: Way, what: str) -> None:
     wanted = settings(SIZES | {"backends": [way.backend]})
     greeting = wanted.hello("sender", choose(read_site("unix"), [way.backend]), "unix", wire.Mailbox(1, "x"))
-    with way.inbox(**SIZES) as inbox, dial(way.address, authkey=None, timeout=5) as link:
+    with way.inbox(**SIZES) as inbox, dial(way.address, authkey=None, timeout=20) as link:
         link.try_send(wire.encode(msgspec.structs.replace(greeting, **HELLOS[what])))
-        answer = wire.decode(link.recv(Deadline(5, "answer")))
+        answer = wire.decode(link.recv(Deadline(20, "answer")))
         assert isinstance(answer, wire.Refusal)
         assert "an Inbox listens here" in answer.text
         assert inbox.stats.failures == 1
@@ -269,9 +269,9 @@ def test_mailboxes_out_of_bounds_are_refused(way: Way, data: dict[str, Any]) -> 
     greeting = wanted.hello("sender", choose(read_site("unix"), [way.backend]), "unix", wire.Mailbox(1, "x"))
     tree = msgspec.msgpack.decode(wire.encode(greeting))
     tree["mailbox"] = data
-    with way.inbox(**SIZES) as inbox, dial(way.address, authkey=None, timeout=5) as link:
+    with way.inbox(**SIZES) as inbox, dial(way.address, authkey=None, timeout=20) as link:
         link.try_send(msgspec.msgpack.encode(tree))
-        answer = wire.decode(link.recv(Deadline(5, "answer")))
+        answer = wire.decode(link.recv(Deadline(20, "answer")))
         assert isinstance(answer, wire.Refusal)
         assert answer.code == "ProtocolError"
         assert inbox.stats.failures == 1
@@ -299,7 +299,7 @@ def test_an_inbox_that_breaks_the_protocol_is_left(way: Way, what: str) -> None:
         words = WORDS[what] if isinstance(WORDS[what], list) else [WORDS[what]]
         for word in words:
             assert theirs.link.try_send(word if isinstance(word, bytes) else wire.encode(word))
-        error, _ = caught(outbox.put, "two", timeout=5)
+        error, _ = caught(outbox.put, "two", timeout=20)
         assert isinstance(error, tk.ProtocolError)
         assert isinstance(caught(outbox.put, "three")[0], tk.ClosedError)
         outbox.close()
@@ -317,7 +317,7 @@ def test_a_stale_go_is_passed_over(tmp_path: Path) -> None:
             inbox.get(timeout=0.1)
         assert inbox.stats.dropped == {"withdrawn": 1}
         assert outbox.put("next") == 2
-        assert inbox.get(timeout=5) == "next"
+        assert inbox.get(timeout=20) == "next"
         assert outbox.stats.withdrawn == 1
         assert outbox.stats.slots_in_use == 0
 

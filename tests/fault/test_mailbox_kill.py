@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from mailbox_ends import WAYS, Way, address_in, consume_for_ever, open_and_sleep, put_for_ever, reach, value
+from promptness import PROMPT
 from session_ends import Child, Talk, caught
 
 import transportkit as tk
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.timeout(60)
-
-#: How long a survivor may take to notice a death, in seconds.
-NOTICE = 1.0
 
 #: Where the consumer is the child; with mpqueue it is the parent.
 ADDRESSED = [name for name in WAYS if name != "mpqueue"]
@@ -97,7 +95,7 @@ def test_a_producer_that_dies_leaves_what_is_complete(way: Way, death: str, form
         assert not partial or any(f"message 5 of producer {identity}" in line for line in formatted)
         assert any(f"producer {identity} " in line and "is lost" in line for line in formatted)
         quiet.put("alive")
-        assert inbox.get(timeout=5) == "alive"
+        assert inbox.get(timeout=20) == "alive"
         assert list(inbox.producers) == [quiet.identity]
         quiet.close(5)
 
@@ -112,11 +110,11 @@ def test_a_producer_that_stops_in_mid_message_delays_nobody(way: Way) -> None:
         with way.outbox(inbox) as quiet:
             while not stopped(child):
                 quiet.put("quiet")
-                assert inbox.get(timeout=5) == "quiet"
+                assert inbox.get(timeout=20) == "quiet"
             began = time.monotonic()
             with pytest.raises(tk.DeadlineError):
                 inbox.get(timeout=0.3)
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < PROMPT
             child.signal(signal.SIGCONT)
             message = inbox.get(timeout=10)
             assert torch.equal(message["t"][1], value(0, 0, 1, 2500))
@@ -141,7 +139,7 @@ def test_a_consumer_that_dies_is_named_at_once(tmp_path: Path) -> None:
             child.join()
             error, when = caught(outbox.put, "late", timeout=10)
             assert isinstance(error, tk.PeerLostError)
-            assert when - child.died_at < NOTICE
+            assert when - child.died_at < PROMPT
             assert f"the inbox (pid {child.pid} " in str(error)
             assert "put and not taken: 1 to 3" in str(error)
             assert outbox.unacknowledged == (1, 2, 3)
@@ -163,7 +161,7 @@ def test_a_consumer_that_dies_ends_a_put_that_waits(backend: str, tmp_path: Path
         killer = Killer(child)
         error, when = caught(outbox.put, torch.ones(50_000), timeout=20)
         assert isinstance(error, tk.PeerLostError)
-        assert when - killer.when() < NOTICE
+        assert when - killer.when() < PROMPT
         outbox.close()
 
 
@@ -253,7 +251,7 @@ def test_a_program_whose_consumer_reads_nothing_ends(tmp_path: Path, death: str)
             ended, seconds = producer.result()
             assert producer.join() == 0
             assert ended == ("PeerLostError" if death == "killed" else "DeadlineError")
-            assert seconds < 5
+            assert seconds < PROMPT
 
 
 @pytest.mark.parametrize("backend", ADDRESSED)

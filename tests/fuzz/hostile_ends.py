@@ -88,7 +88,7 @@ class Hostile:
     def hear(self, *kinds: type) -> Any:
         """The next message of one of these kinds; keeps the others."""
         while True:
-            message = wire.decode(self.link.recv(Deadline(5, "message of the tested side")))
+            message = wire.decode(self.link.recv(Deadline(20, "message of the tested side")))
             self.got.append(message)
             if isinstance(message, kinds):
                 return message
@@ -103,9 +103,9 @@ class Hostile:
         self.raw(body, kind=1)
 
     def take_payload(self, header: wire.Chunk) -> bytes:
-        self.link.recv_payload(4096, Deadline(5, "payload"))
+        self.link.recv_payload(4096, Deadline(20, "payload"))
         body = bytearray(header.nbytes)
-        self.link.recv_payload_into(memoryview(body), Deadline(5, "payload"))
+        self.link.recv_payload_into(memoryview(body), Deadline(20, "payload"))
         return bytes(body)
 
     def step(self, name: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 from cli_commands import Command, commands, until
+from promptness import PROMPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ def test_serve_is_stopped_while_it_waits(start: Start, tmp_path: Path, model: Pa
     serve = start("serve", model, "unix:w.sock")
     until((tmp_path / "w.sock").exists)
     serve.signal(signal.SIGTERM)
-    serve.fails("stopped by SIGTERM", code=143, timeout=5)
+    serve.fails("stopped by SIGTERM", code=143, timeout=20)
     assert files(tmp_path) == []
 
 
@@ -67,15 +68,15 @@ def test_fetch_is_stopped_while_nobody_listens(start: Start, tmp_path: Path) -> 
     fetch = start("fetch", "unix:w.sock", "out")
     time.sleep(2.5)
     fetch.signal(INT)
-    fetch.fails("stopped by SIGINT", code=130, timeout=5)
+    fetch.fails("stopped by SIGINT", code=130, timeout=20)
     assert files(tmp_path) == []
 
 
 def test_serve_is_stopped_in_mid_transfer(start: Start, tmp_path: Path, model: Path) -> None:
     serve, fetch = under_way(start, tmp_path, model)
     serve.signal(INT)
-    serve.fails("stopped by SIGINT", code=130, timeout=5)
-    fetch.fails("stopped by SIGINT", timeout=5)
+    serve.fails("stopped by SIGINT", code=130, timeout=20)
+    fetch.fails("stopped by SIGINT", timeout=20)
     assert files(tmp_path) == []
 
 
@@ -85,8 +86,8 @@ def test_fetch_is_stopped_in_mid_transfer_and_a_file_that_was_there_stays(
     (tmp_path / "out").write_text("what was there before")
     serve, fetch = under_way(start, tmp_path, model)
     fetch.signal(INT)
-    fetch.fails("stopped by SIGINT", code=130, timeout=5)
-    serve.fails("receiver 0", timeout=5)
+    fetch.fails("stopped by SIGINT", code=130, timeout=20)
+    serve.fails("receiver 0", timeout=20)
     assert files(tmp_path) == ["out"]
     assert (tmp_path / "out").read_text() == "what was there before"
 
@@ -98,8 +99,8 @@ def test_the_demo_is_stopped(start: Start, tmp_path: Path) -> None:
     children = psutil.Process(demo.process.pid).children(recursive=True)
     assert len(children) >= 2
     demo.signal(INT)
-    demo.fails("stopped by SIGINT", code=130, timeout=5)
-    until(lambda: not any(child.is_running() and child.status() != "zombie" for child in children), 2)
+    demo.fails("stopped by SIGINT", code=130, timeout=20)
+    until(lambda: not any(child.is_running() and child.status() != "zombie" for child in children))
     assert files(tmp_path) == []
 
 
@@ -110,7 +111,7 @@ def test_a_process_of_the_demo_is_killed(start: Start, tmp_path: Path) -> None:
     while not line.startswith("process"):
         line = demo.process.stdout.readline()
     os.kill(int(line.split()[4]), signal.SIGKILL)  # process S sends, process R receives
-    demo.fails("process", timeout=5)
+    demo.fails("process", timeout=20)
     assert files(tmp_path) == []
 
 
@@ -121,8 +122,8 @@ def test_serve_is_killed_in_mid_transfer(start: Start, tmp_path: Path, model: Pa
     serve, fetch = under_way(start, tmp_path, model)
     killed = time.monotonic()
     serve.kill()
-    fetch.process.wait(10)
-    assert time.monotonic() - killed < 1.5  # one second, and the end of an interpreter
+    fetch.process.wait(20)
+    assert time.monotonic() - killed < PROMPT
     fetch.fails("sender")
     assert files(tmp_path) == ["w.sock"]  # the next listener takes it over
 
@@ -134,7 +135,7 @@ def test_serve_is_killed_in_mid_transfer(start: Start, tmp_path: Path, model: Pa
 def test_fetch_is_killed_in_mid_transfer(start: Start, tmp_path: Path, model: Path) -> None:
     serve, fetch = under_way(start, tmp_path, model)
     fetch.kill()
-    serve.fails("receiver 0", timeout=5)
+    serve.fails("receiver 0", timeout=20)
     assert not (tmp_path / "w.sock").exists()
     assert not (tmp_path / "out").exists()
 

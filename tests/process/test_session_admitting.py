@@ -79,7 +79,7 @@ def test_late_ones_are_killed_and_those_who_are_there_have_every_update(backend:
 
 def test_late_ones_are_stopped_in_their_handshake_and_another_is_admitted(address: str) -> None:
     """Those who owe the same word cost one timeout together; the one who is there is not lost by the wait."""
-    limits = SMALL | {"backends": ("shm", "pickle"), "timeout": 2.0}
+    limits = SMALL | {"backends": ("shm", "pickle"), "timeout": 4.0}
     with Remote("receive", address, **limits) as first, tk.serve(address, late=True, **limits) as sender:
         first.start(load)
         sender.send(model())
@@ -95,7 +95,7 @@ def test_late_ones_are_stopped_in_their_handshake_and_another_is_admitted(addres
                 held(sender, len(victims) + 1)
                 began = time.monotonic()
                 admitted = sender.admit()
-                assert time.monotonic() - began < 3 * limits["timeout"]  # there are four
+                assert time.monotonic() - began < 3.5 * limits["timeout"]  # there are four
                 good.start(load)
                 assert set(sender.send(model()).backends) == {0, *admitted}
                 assert len(admitted) == 1

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import session_ends as ends
+from promptness import PROMPT
 from session_ends import Child, Remote, Talk, caught, load, model
 
 import transportkit as tk
@@ -197,7 +198,7 @@ def test_nobody_listens(folder: Path) -> None:
     error, moment = caught(tk.connect, address, wait=0.5)
     assert isinstance(error, tk.AddressError)
     assert address in str(error)
-    assert 0.4 < moment - began < 2
+    assert 0.4 < moment - began < PROMPT
 
 
 def test_a_socket_file_that_nobody_listens_on_is_taken_over(folder: Path) -> None:
@@ -259,7 +260,7 @@ def test_keys_that_differ_cost_only_that_connection() -> None:
     with Child(keyed_sender) as sender:
         address = sender.heard()
         for key in (b"wrong", None, "a secret "):
-            error, _ = caught(tk.connect, address, authkey=key, timeout=5)
+            error, _ = caught(tk.connect, address, authkey=key, timeout=20)
             assert isinstance(error, tk.AuthenticationError), error
         with tk.connect(address, authkey="a secret", wait=10) as receiver:  # text is its UTF-8
             assert load(receiver)[0] == []

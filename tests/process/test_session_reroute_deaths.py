@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from promptness import PROMPT
 from session_ends import Child, Talk, caught, descriptors, differing, leftovers, model, session_works, short_folder
 from threaded_ends import SMALL, received
 
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from transportkit.transport import Transport
-
-#: Seconds within which a survivor must notice a death; shared machines are slow.
-NOTICE = 8.0
 
 REROUTING = "transportkit.session.rerouting:Rerouting."
 OPENING = "transportkit.session.opening:Opening."
@@ -124,7 +122,7 @@ def sender_dies(address: str, function: Any, steps: dict[str, tuple[str, Step]])
                 for name, text, moment, left in (one.heard(), two.heard()):
                     assert (name, left) == ("PeerLostError", []), (step, text)
                     assert f"pid {victim.pid}" in text, step
-                    assert moment - victim.died_at < NOTICE, step
+                    assert moment - victim.died_at < PROMPT, step
         at = "publish" if function is send_on else ""
         one.tell(at)
         two.tell(at)
@@ -212,7 +210,7 @@ def test_a_receiver_dies_or_stops_at_each_step_of_a_reroute(on_loss: Any, number
             error, moment = caught(lambda: [sender.send(model()) for _ in range(3)])
             assert isinstance(error, tk.PeerLostError if number == signal.SIGKILL else tk.DeadlineError), (step, error)
             assert f"pid {victim.pid} " in str(error), step
-            assert moment - began < timeout + NOTICE, step
+            assert moment - began < timeout + PROMPT, step
             assert sender.closed is not None
         for told in [other.result() for other in others]:
             assert told[0] in ("PeerFailedError", "PeerClosedError", "PeerLostError"), (step, told)

@@ -215,7 +215,7 @@ class Sharing(RuleBasedStateMachine):
             return  # what a lost receiver has not mapped may be gone: that is the backend's to find out
         reader.importer.failing = failing
         try:
-            chunk = reader.imports.open(header, Deadline(5, "test"))
+            chunk = reader.imports.open(header, Deadline(20, "test"))
         except BackendError:
             assert failing
             self.failed(reader)
@@ -294,7 +294,7 @@ class Sharing(RuleBasedStateMachine):
             reader.importer.failing = ""
             if not reader.gone:  # what is on its way is taken, and every word said: all slots are free
                 for header, _ in reader.coming:
-                    reader.open.append((reader.imports.open(header, Deadline(5, "test")), 0))
+                    reader.open.append((reader.imports.open(header, Deadline(20, "test")), 0))
                 reader.kept.clear()
                 for chunk, _ in reader.open:
                     reader.imports.retire(chunk)
@@ -355,18 +355,18 @@ def test_an_importer_does_not_go_back_to_what_was_superseded() -> None:
     def header(seq: int, export: int, supersedes: int | None = None) -> Chunk:
         return Chunk(1, 0, seq, False, NBYTES, 0, Location(export, 0, raw(export), supersedes))
 
-    first = imports.open(header(0, 1), Deadline(5, "test"))
-    second = imports.open(header(1, 2, 1), Deadline(5, "test"))
+    first = imports.open(header(0, 1), Deadline(20, "test"))
+    second = imports.open(header(1, 2, 1), Deadline(20, "test"))
     with pytest.raises(ProtocolError, match="superseded"):
-        imports.open(header(2, 1), Deadline(5, "test"))
+        imports.open(header(2, 1), Deadline(20, "test"))
     imports.release(second)
     assert importer.detached == [], "a chunk lies in it that is still open"
     imports.release(first)
     assert importer.detached == [1]
     with pytest.raises(ProtocolError, match="superseded"):
-        imports.open(header(3, 1), Deadline(5, "test"))
+        imports.open(header(3, 1), Deadline(20, "test"))
     with pytest.raises(ProtocolError, match="superseded"):
-        imports.open(header(4, 2, 2), Deadline(5, "test"))
+        imports.open(header(4, 2, 2), Deadline(20, "test"))
     imports.close()
     assert importer.detached == [1, 2]
 
@@ -377,7 +377,7 @@ def test_every_export_is_detached_though_one_of_them_fails() -> None:
     imports = Imports(importer, "double", SLOTS, lambda header: None)
     for seq, export in enumerate(memories):
         imports.release(
-            imports.open(Chunk(1, 0, seq, False, NBYTES, 0, Location(export, 0, raw(export))), Deadline(5, ""))
+            imports.open(Chunk(1, 0, seq, False, NBYTES, 0, Location(export, 0, raw(export))), Deadline(20, ""))
         )
     importer.failing = "detach"
     with pytest.raises(BackendError, match="made to fail"):

@@ -50,7 +50,7 @@ def header(seq: int, slot: int = 0, export: int = 1, nbytes: int = 64) -> Chunk:
 
 
 def soon() -> Deadline:
-    return Deadline(5, "test")
+    return Deadline(20, "test")
 
 
 def imports(arena: Arena, slots: int = 3) -> tuple[Imports, list[int]]:

@@ -18,6 +18,7 @@ import time
 import tracemalloc
 
 import pytest
+from promptness import PROMPT
 
 from transportkit.deadline import Deadline
 from transportkit.errors import ClosedError, DeadlineError, ForkedError, PeerLostError, ProtocolError
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.timeout(30)
 LONG = 1 << 30
 
 
-def soon(seconds=5.0):
+def soon(seconds=20.0):
     return Deadline(seconds, "frame")
 
 
@@ -188,7 +189,7 @@ def test_try_send_never_waits_and_keeps_what_is_partly_written(links):
     while one.try_send(body):
         accepted += 1
     assert not one.try_send(b"more")
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < PROMPT
     assert 1 <= accepted < 100
     for _ in range(accepted - 1):
         assert other.recv(soon()) == body
@@ -283,7 +284,7 @@ def test_half_a_frame_then_silence(raw, frame):
     start = time.monotonic()
     with pytest.raises(DeadlineError):
         link.recv_payload(100, soon(0.1)) if frame[0] == 1 else link.recv(soon(0.1))
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < PROMPT
     with pytest.raises(ClosedError, match="unusable"):
         link.recv(soon())
 
@@ -309,7 +310,7 @@ def test_drip_feeding(raw, renew, kind):
         start = time.monotonic()
         with pytest.raises(DeadlineError):
             call()
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < PROMPT
     join()
 
 
@@ -331,7 +332,7 @@ def test_a_firehose_of_bytes_does_not_outlast_an_absolute_deadline(raw):
     start = time.monotonic()
     with pytest.raises(DeadlineError):
         link.recv(soon(0.2))
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < PROMPT
     stop.set()
     join()
 
@@ -422,7 +423,7 @@ import socket, sys, time
 from transportkit.deadline import Deadline
 from transportkit.link import SocketLink
 link = SocketLink.over(socket.socket(fileno=int(sys.argv[1])))
-link.send(b"alive", Deadline(5, "room"))
+link.send(b"alive", Deadline(20, "room"))
 time.sleep(60)
 """
 
@@ -445,7 +446,7 @@ def test_a_killed_peer_is_noticed_at_once(doing):
         start = time.monotonic()
         with pytest.raises(PeerLostError, match="the worker"):
             join()
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < PROMPT
     child.wait()
 
 
@@ -467,7 +468,7 @@ def test_abort_from_another_thread(links, doing):
     one.abort()
     with pytest.raises(ClosedError, match="aborted"):
         join()
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < PROMPT
     for later in (lambda: one.send(b"", soon()), lambda: one.recv(soon()), one.poll, one.fileno):
         with pytest.raises(ClosedError, match="aborted"):
             later()
@@ -770,7 +771,7 @@ def test_a_custom_link_wakes_whoever_waits(custom):
     one.send(b"x", soon())
     start = time.monotonic()
     join()
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < PROMPT
     assert other.recv(soon()) == b"x"
 
 
@@ -782,7 +783,7 @@ def test_a_custom_link_is_aborted_from_another_thread(custom):
     one.abort()
     with pytest.raises(ClosedError):
         join()
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < PROMPT
     with pytest.raises(ClosedError):
         one.send(b"", soon())
     one.close()

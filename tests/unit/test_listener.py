@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
+from promptness import PROMPT
 
 import transportkit.dial
 import transportkit.listener
@@ -38,14 +39,14 @@ from transportkit.listener import Listener, dial
 pytestmark = pytest.mark.timeout(30)
 
 
-def soon(seconds=5.0):
+def soon(seconds=20.0):
     return Deadline(seconds, "frame")
 
 
 class Host:
     """A listener with what it handed over; each frame is answered with itself."""
 
-    def __init__(self, address, *, authkey=None, timeout=5.0, start=True, **keywords):
+    def __init__(self, address, *, authkey=None, timeout=20.0, start=True, **keywords):
         self.links, self.frames, self.errors = [], [], []
         self.changed = threading.Condition()
         self.listener = Listener(
@@ -67,7 +68,7 @@ class Host:
             self.errors.append(error)
             self.changed.notify_all()
 
-    def until(self, condition, seconds=5.0):
+    def until(self, condition, seconds=20.0):
         with self.changed:
             assert self.changed.wait_for(condition, seconds), (self.frames, self.errors)
 
@@ -81,7 +82,7 @@ class Host:
 
 
 def greet(address, word=b"hello", authkey=None, **keywords):
-    with dial(address, authkey=authkey, timeout=5, **keywords) as link:
+    with dial(address, authkey=authkey, timeout=20, **keywords) as link:
         link.send(word, soon())
         assert link.recv(soon()) == word
 
@@ -105,7 +106,7 @@ def place(request, tmp_path):
 @pytest.mark.parametrize("key", [None, b"secret"])
 def test_both_sides_meet(place, key):
     with Host(place, authkey=key) as host:
-        with dial(host.address, authkey=key, timeout=5) as link:
+        with dial(host.address, authkey=key, timeout=20) as link:
             link.send(b"hello", soon())
             assert link.recv(soon()) == b"hello"
             (ours,) = host.links
@@ -133,7 +134,7 @@ def test_the_socket_is_private_and_goes_with_the_listener(tmp_path):
 
 
 def test_links_handed_over_outlive_the_listener(place):
-    with Host(place) as host, dial(host.address, authkey=None, timeout=5) as link:
+    with Host(place) as host, dial(host.address, authkey=None, timeout=20) as link:
         link.send(b"hello", soon())
         assert link.recv(soon()) == b"hello"
         host.listener.close()
@@ -156,7 +157,7 @@ def test_connections_wait_for_start(place):
         thread.start()
         time.sleep(0.05)
         host.listener.start()
-        thread.join(5)
+        thread.join(20)
         assert host.frames == [b"hello"]
 
 
@@ -168,8 +169,8 @@ def test_keys_that_differ_are_told_to_both_sides_at_once(place, ours, theirs, ca
     with Host(place, authkey=theirs) as host, caplog.at_level(logging.INFO, "transportkit"):
         start = time.monotonic()
         with pytest.raises(AuthenticationError, match="authkey"):
-            dial(host.address, authkey=ours, timeout=5)
-        assert time.monotonic() - start < 1
+            dial(host.address, authkey=ours, timeout=20)
+        assert time.monotonic() - start < PROMPT
         host.until(lambda: host.errors)
         assert isinstance(host.errors[0], AuthenticationError)
         greet(host.address, authkey=theirs)
@@ -183,7 +184,7 @@ def test_another_user_is_refused_and_told(tmp_path, monkeypatch, refuser):
     monkeypatch.setattr(getattr(transportkit, {"dialler": "dial"}.get(refuser, refuser)), "same_user", lambda _: False)
     with Host(f"unix:{tmp_path}/s") as host:
         with pytest.raises(AuthenticationError, match="user"):
-            dial(host.address, authkey=None, timeout=5)
+            dial(host.address, authkey=None, timeout=20)
         host.until(lambda: host.errors)
         assert isinstance(host.errors[0], AuthenticationError)
         assert "user" in str(host.errors[0])
@@ -252,19 +253,18 @@ def test_the_largest_first_frame_gets_through(place):
 
 
 def test_silent_and_slow_peers_hold_nobody_up(place):
-    with Host(place, timeout=0.4) as host, contextlib.ExitStack() as stack:
-        start = time.monotonic()
+    with Host(place, timeout=4.0) as host, contextlib.ExitStack() as stack:
         silent = [stack.enter_context(plain(host)) for _ in range(10)]
         half = stack.enter_context(plain(host))
         half.sendall(Preamble(Role.DIALLER, None, b"").outgoing() + HEAD.pack(0, 100))
         drip = stack.enter_context(plain(host))
         for _ in range(20):
             greet(host.address)
-        assert time.monotonic() - start < 0.4
+        assert host.errors == []  # before anybody's time is over
         for byte in Preamble(Role.DIALLER, None, b"").outgoing():
             with contextlib.suppress(OSError):
                 drip.send(bytes([byte]))
-            time.sleep(0.015)
+            time.sleep(0.15)
         host.until(lambda: len(host.errors) == 12)
         assert {type(error) for error in host.errors} == {DeadlineError}
         assert any("hello" in str(error) for error in host.errors)
@@ -273,7 +273,7 @@ def test_silent_and_slow_peers_hold_nobody_up(place):
 
 def test_the_oldest_that_is_not_authenticated_is_dropped(place):
     with Host(place, pending=4) as host, contextlib.ExitStack() as stack:
-        passed = stack.enter_context(dial(host.address, authkey=None, timeout=5))
+        passed = stack.enter_context(dial(host.address, authkey=None, timeout=20))
         silent = [stack.enter_context(plain(host)) for _ in range(6)]
         host.until(lambda: len(host.errors) == 3)
         assert [sock.recv(1) for sock in silent[:3]] == [b""] * 3
@@ -285,10 +285,10 @@ def test_callbacks_that_raise_cost_only_that_connection(place):
     def raising(*_):
         raise RuntimeError("callback")
 
-    with Listener(place, authkey=None, timeout=5, on_arrival=raising, on_failure=raising) as listener:
+    with Listener(place, authkey=None, timeout=20, on_arrival=raising, on_failure=raising) as listener:
         listener.start()
         for _ in range(2):
-            with dial(listener.address, authkey=None, timeout=5) as link:
+            with dial(listener.address, authkey=None, timeout=20) as link:
                 link.send(b"x", soon())
                 with pytest.raises(PeerLostError):
                     link.recv(soon())
@@ -303,9 +303,9 @@ def test_a_listener_is_closed_from_its_callback(tmp_path):
         listener.close()
         done.set()
 
-    listener = Listener(f"unix:{tmp_path}/s", authkey=None, timeout=5, on_arrival=arrive)
+    listener = Listener(f"unix:{tmp_path}/s", authkey=None, timeout=20, on_arrival=arrive)
     listener.start()
-    with dial(listener.address, authkey=None, timeout=5) as link:
+    with dial(listener.address, authkey=None, timeout=20) as link:
         link.send(b"x", soon())
         assert done.wait(5)
     until = time.monotonic() + 5
@@ -359,7 +359,7 @@ def test_beyond_loopback_needs_a_key_on_both_sides():
     with pytest.raises(AuthenticationError, match="authkey"):
         Host("tcp://0.0.0.0:0")
     with pytest.raises(AuthenticationError, match="authkey"):
-        dial("tcp://192.0.2.1:9", authkey=None, timeout=5)
+        dial("tcp://192.0.2.1:9", authkey=None, timeout=20)
     with Host("tcp://0.0.0.0:0", authkey=b"k") as host:
         greet(f"tcp://127.0.0.1:{host.address.rpartition(':')[2]}", authkey=b"k")
     with pytest.raises(UsageError, match="authkey"):
@@ -375,7 +375,7 @@ def test_the_two_sides_start_in_any_order(tmp_path):
     thread.start()
     time.sleep(0.1)
     with Host(address) as host:
-        thread.join(5)
+        thread.join(20)
         assert host.frames == [b"hello"]
 
 
@@ -387,7 +387,7 @@ def test_nobody_listens(tmp_path, wait, keyword):
         start = time.monotonic()
         with pytest.raises(AddressError, match=f"{address} .*`{keyword}=`") as caught:
             dial(address, authkey=None, timeout=0.15, wait=wait)
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < PROMPT
         assert isinstance(caught.value.__cause__, OSError)
 
 
@@ -432,8 +432,8 @@ def test_what_cannot_be_right_is_not_tried_again(tmp_path):
     ]:
         start = time.monotonic()
         with pytest.raises(AddressError, match=says):
-            dial(address, authkey=None, timeout=5)
-        assert time.monotonic() - start < 1
+            dial(address, authkey=None, timeout=20)
+        assert time.monotonic() - start < PROMPT
 
 
 def test_a_listener_that_hangs_up_before_the_preamble_is_tried_again(tmp_path):
@@ -446,7 +446,7 @@ def test_a_listener_that_hangs_up_before_the_preamble_is_tried_again(tmp_path):
         for _ in range(3):
             server.accept()[0].close()
     with Host(f"unix:{path}") as host:
-        thread.join(5)
+        thread.join(20)
         assert host.frames == [b"hello"]
 
 
@@ -456,7 +456,7 @@ def test_a_listener_that_accepts_and_is_silent_or_something_else(tmp_path):
         start = time.monotonic()
         with pytest.raises(DeadlineError, match=address):
             dial(address, authkey=None, timeout=0.2, wait=10)
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < PROMPT
 
         def answer():
             server.accept()[0].close()  # that of the first try
@@ -468,8 +468,8 @@ def test_a_listener_that_accepts_and_is_silent_or_something_else(tmp_path):
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(ProtocolError, match="something else"):
-            dial(address, authkey=None, timeout=5)
-        thread.join(5)
+            dial(address, authkey=None, timeout=20)
+        thread.join(20)
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -492,7 +492,7 @@ def test_many_processes_dial_at_once(tmp_path):
 LISTEN = """
 import sys, time
 from transportkit.listener import Listener
-listener = Listener(sys.argv[1], authkey=None, timeout=5, on_arrival=print)
+listener = Listener(sys.argv[1], authkey=None, timeout=20, on_arrival=print)
 listener.start()
 print("listening", flush=True)
 time.sleep(60)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 #: How long the inbox polls, a wait that is much shorter than that, and one that is longer, in seconds.
-SPIN, SHORT, LONG = 0.4, 0.05, 1.0
+SPIN, SHORT, LONG = 1.0, 0.05, 2.5
 
 #: Looks at the poller, without waiting, of a `get` that does not poll: one before it waits, one after it.
 FEW = 3

@@ -72,7 +72,7 @@ def pair(chunk_bytes: int = 1000, slots: int = 2) -> tuple[MemoryWiring, PickleE
 
 
 def limit() -> Deadline:
-    return Deadline(5, "chunk")
+    return Deadline(20, "chunk")
 
 
 def honest(seq: int, nbytes: int) -> bytes:

@@ -18,7 +18,7 @@ What a backend cannot do it says by further attributes, and the tests that need 
 ``device``         where the tensors of both sides are; default ``"cpu"``
 ``options``        further keywords for sessions, ``{"allow_plaintext": True}``
 ``patience``       seconds after which a step counts as hung; default 15
-``notice``         seconds within which a death, an abort or a deadline must be noticed; default 2
+``notice``         seconds within which a death, an abort or a deadline must be noticed; default 5
 =================  ===================================================================================================
 
 Nothing in it waits without a bound: what hangs fails, and says where. It takes less than a minute on two cores.

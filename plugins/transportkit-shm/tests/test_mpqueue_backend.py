@@ -193,7 +193,7 @@ def test_a_lost_peer_and_an_abort_end_the_waits(queue: DescriptorQueue) -> None:
     putting = Call(sent.connect, shm_ends.limit(20))
     assert not putting.wait(0.1)
     sent.abort()
-    assert isinstance(putting.error(2), BackendError)
+    assert isinstance(putting.error(20), BackendError)
     queue.collect(received._awaited)  # type: ignore[arg-type]
     while queue.stale < 200:
         queue.collect(received._awaited)  # type: ignore[arg-type]
@@ -202,14 +202,14 @@ def test_a_lost_peer_and_an_abort_end_the_waits(queue: DescriptorQueue) -> None:
     fetching = Call(received.connect, shm_ends.limit(20))
     assert not fetching.wait(0.1)
     other.close()
-    assert isinstance(fetching.error(2), PeerLostError)
+    assert isinstance(fetching.error(20), PeerLostError)
     link.close()
 
     another = ends.importer(queue)
     fetching = Call(another.connect, shm_ends.limit(20))
     assert not fetching.wait(0.1)
     another.abort()
-    error = fetching.error(2)
+    error = fetching.error(20)
     assert isinstance(error, BackendError)
     assert "stopped" in str(error)
 
@@ -217,7 +217,7 @@ def test_a_lost_peer_and_an_abort_end_the_waits(queue: DescriptorQueue) -> None:
     fetching = Call(last.connect, shm_ends.limit(20))
     assert not fetching.wait(0.1)
     queue.close("receiver")
-    error = fetching.error(2)
+    error = fetching.error(20)
     assert isinstance(error, BackendError)
     assert "given its receiver's end" in str(error)
     for end in (sent, received, another, last):

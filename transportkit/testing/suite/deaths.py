@@ -239,7 +239,7 @@ class Deaths(Subject):
                 call = session.send(bulk(NBYTES)) if side == "sender" else session.receive(ends.receive, {})
                 end = session.sender if side == "sender" else session.receiver
                 assert not call.wait(0.2), "nothing to abort"
-                bounded(1.0, end.abort)
+                bounded(self.notice, end.abort)
                 error = call.error(self.notice)
                 assert isinstance(error, ClosedError), repr(error)
                 assert isinstance(error, TransportKitError)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 
 import pytest
 
@@ -42,9 +41,7 @@ class Endings(Subject):
         with nothing_left(), self.stalled(at) as pair:
             call = pair.start(self.patience)
             call.wait(0.1)
-            before = time.monotonic()
-            bounded(1.0, pair.abort)
-            assert time.monotonic() - before < 0.5, "abort() blocks"
+            bounded(self.notice, pair.abort)
             error = call.error(self.notice)
             assert error is None or ours(error), repr(error)
 
@@ -53,7 +50,7 @@ class Endings(Subject):
         with nothing_left(), self.stalled(at) as pair:
             call = pair.start(self.patience)
             call.wait(0.1)
-            bounded(1.0, pair.end.abort)
+            bounded(self.notice, pair.end.abort)
             try:
                 error = call.error(self.notice)
             except HungError as hung:

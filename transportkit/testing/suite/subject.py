@@ -37,10 +37,10 @@ class Subject:
     """Further keywords for the sessions of both sides: ``{"allow_plaintext": True}``."""
     patience: ClassVar[float] = 15.0
     """Seconds after which a step that should have ended counts as hung."""
-    notice: ClassVar[float] = 2.0
+    notice: ClassVar[float] = 5.0
     """Seconds within which the death of a peer, an abort or a passed deadline must be noticed."""
     probe_seconds: ClassVar[float] = 0.2
-    """How long a probe may take."""
+    """How long a probe may take; the quickest of several counts."""
     memory_slack: ClassVar[int] = 32 << 20
     """Bytes by which the memory of a process may grow over many updates."""
 
