@@ -116,25 +116,35 @@ def send_for_ever(address: str, source: dict[str, Tensor], backend: str) -> None
 
 def notice(backend: str, times: int) -> Iterator[float]:
     """Seconds from the SIGKILL of a sender in mid-update until its receiver raises."""
-    ctx = multiprocessing.get_context("spawn")
     source = {f"w{i}": torch.ones(4 * MIB) for i in range(16)}
-    target = {name: torch.empty_like(tensor) for name, tensor in source.items()}
     for number in range(times):
         with tempfile.TemporaryDirectory() as folder:
-            child = ctx.Process(target=send_for_ever, args=(f"unix:{folder}/link", source, backend))
-            child.start()
-            with tk.connect(f"unix:{folder}/link", wait=60, backends=[backend]) as receiver:
+            yield _notice(f"unix:{folder}/link", source, backend, 0.05 + 0.01 * number)
+
+
+def _notice(address: str, source: dict[str, Tensor], backend: str, pause: float) -> float:
+    child = multiprocessing.get_context("spawn").Process(target=send_for_ever, args=(address, source, backend))
+    child.start()
+    target = {name: torch.empty_like(tensor) for name, tensor in source.items()}
+    killed = 0.0
+
+    def kill() -> None:
+        nonlocal killed
+        killed = time.perf_counter()
+        child.kill()
+
+    with tk.connect(address, wait=60, backends=[backend]) as receiver:
+        receiver.load_into(target)
+        timer = threading.Timer(pause, kill)
+        timer.start()
+        try:
+            while True:
                 receiver.load_into(target)
-                killed: list[float] = []
-                timer = threading.Timer(0.05 + 0.01 * number, lambda: (killed.append(time.perf_counter()), child.kill()))
-                timer.start()
-                try:
-                    while True:
-                        receiver.load_into(target)
-                except tk.PeerLostError:
-                    yield time.perf_counter() - killed[0]
-                timer.join()
-            child.join()
+        except tk.PeerLostError:
+            seconds = time.perf_counter() - killed
+        timer.join()
+    child.join()
+    return seconds
 
 
 def grow(backend: str, *, strided: bool) -> tuple[int, int]:

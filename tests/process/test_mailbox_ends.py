@@ -27,6 +27,8 @@ from transportkit.testing import Call
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from transportkit.transport import Exporter
+
 
 @pytest.fixture
 def address(tmp_path: Path) -> str:
@@ -284,6 +286,21 @@ def test_aborting_an_outbox_ends_a_put_that_waits(address: str) -> None:
         thread.join(20)
         assert isinstance(outcome[0], tk.ClosedError)
         outbox.close()
+
+
+def test_aborting_an_outbox_is_no_failure_of_the_backend_that_put_waits_for(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publish(self: Exporter, slot: int, header: Any, deadline: Any) -> None:
+        outbox.abort()
+        raise tk.BackendError("the transfer did not end")
+
+    with tk.Inbox(address, backends=["shm"]), tk.Outbox(address) as outbox:
+        monkeypatch.setattr(type(outbox._posting.lane.exporter), "publish", publish)  # type: ignore[union-attr]
+        with pytest.raises(tk.ClosedError, match="it was aborted"):
+            outbox.put(torch.ones(10_000))
+        with pytest.raises(tk.ClosedError, match="it was aborted"):
+            outbox.put(1)
 
 
 def test_iterating_ends_when_the_expected_producers_have_left(address: str) -> None:

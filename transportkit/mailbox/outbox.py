@@ -86,6 +86,7 @@ class Outbox:
         self._inherited: dict[str, object] = {}
         self._choice = choose(read_site(address.partition(":")[0]), wanted.session.backends)
         self._closed: str | None = None
+        self._aborted = False
         self._begin()
 
     def _begin(self) -> None:
@@ -143,6 +144,8 @@ class Outbox:
         try:
             posting.post(number, encoded, deadline)
         except BackendError as error:
+            if self._aborted:  # it came from what the backend waited for
+                raise ClosedError("this Outbox is closed: it was aborted") from error
             if not posting.usable:
                 raise
             if posting.begun:
@@ -297,6 +300,7 @@ class Outbox:
         """End it at once, from any thread: a running call raises `ClosedError`. Never blocks; waits for nothing."""
         if self._closed is None:
             self._closed = "it was aborted"
+        self._aborted = True
         posting, dialled = self._posting, self._dialled
         if posting is not None:
             posting.abort()
