@@ -116,5 +116,25 @@ def listening(pid: int) -> list[str]:
     return found
 
 
+def asleep(seconds: float = 0.5, within: float = 30.0) -> None:
+    """Wait until no thread of Python's but the calling one has run for so many seconds."""
+    limit = time.monotonic() + within
+    before, since = _switches(), time.monotonic()
+    while time.monotonic() < since + seconds:
+        assert time.monotonic() < limit, "the other threads do not come to rest"
+        time.sleep(0.02)
+        if (now := _switches()) != before:
+            before, since = now, time.monotonic()
+
+
+def _switches() -> dict[str, str]:
+    """How often each thread of Python's but the calling one has given up its processor, as the kernel writes it."""
+    told = {}
+    for task in {str(each.native_id) for each in threading.enumerate()} - {str(threading.get_native_id())}:
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/status", encoding="ascii") as status:
+            told[task] = "".join(line for line in status if line.startswith(("State", "voluntary", "nonvoluntary")))
+    return told
+
+
 def big(nbytes: int) -> dict[str, torch.Tensor]:
     return {"w": torch.zeros(nbytes, dtype=torch.uint8)}
