@@ -13,6 +13,7 @@ import torch
 from mailbox_ends import Way, address_in
 
 import transportkit as tk
+from transportkit.mailbox.posting import Posting
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,3 +99,26 @@ def test_hundreds_of_messages_may_be_put_behind_one_that_is_still_on_its_way(way
         taken = taking.end()
         assert [each for each in taken if isinstance(each, int)] == [*range(600)] * 3
         assert len(taken) == 1803
+
+
+def test_a_message_that_is_taken_back_in_its_middle_leaves_nobody_waiting(
+    way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an end of the group waits for without need would run into its limit, and end the group."""
+    wait, readers = Posting._wait, iter(range(100))
+
+    def without_reader(self: Posting, until: Any, deadline: Any, what: str) -> None:
+        if "reader" in what and next(readers) == 1:
+            raise deadline.error()
+        wait(self, until, deadline, what)
+
+    monkeypatch.setattr(Posting, "_wait", without_reader)
+    with way.both({"chunk_bytes": 20_000, "timeout": 2}, chunk_bytes=20_000, timeout=2) as (inbox, outbox):
+        taking = Taking(inbox)
+        with pytest.raises(tk.DeadlineError):
+            outbox.put(torch.ones(20_000))
+        time.sleep(8)  # for a timeout of 2 seconds gloo has a limit of 6
+        outbox.put(torch.full((20_000,), 2.0), timeout=20)
+        outbox.flush(20)
+        assert [int(each.sum()) for each in taking.end()] == [40_000]
+        assert inbox.stats.dropped == {"withdrawn": 1}

@@ -91,16 +91,15 @@ class Incoming:
 
     def expect(self, header: Chunk) -> None:
         """The next chunk's header. Raises `ProtocolError` where it does not fit the message."""
-        last = self._seq == self._chunks - 1
         if self._fragments or self._moving or (header.update, header.seq) != (self.number, self._seq):
             raise ProtocolError(
                 f"chunk {header.seq} of message {header.update} came, where chunk {self._seq} of {self._chunks} of "
                 f"message {self.number} was due"
             )
-        if header.pieces is None or header.last != last or header.receiver != 0 or header.specs:
+        if header.pieces is None or not header.last or header.receiver != 0 or header.specs:
             raise ProtocolError(f"chunk {header.seq} of message {self.number} has a header that no message has")
         self._cursor.advance(header.pieces, header.nbytes, self.sizes)
-        if last:
+        if self._seq == self._chunks - 1:
             self._cursor.finish(self.sizes)
         self._moving = header.location.export is None
         self._seq += 1

@@ -193,7 +193,7 @@ class Posting:
             self._frame(wire.Fragment(number, part), deadline)
         for seq, pieces in enumerate(chunks):
             assert packer is not None
-            header = self._pack(number, seq, pieces, packer, deadline, last=seq == len(chunks) - 1)
+            header = self._pack(number, seq, pieces, packer, deadline)
             if seq or parts:
                 self._frame(wire.Enclosure(number, header), deadline)
             else:
@@ -202,10 +202,11 @@ class Posting:
             if header.location.export is None:
                 self._deliver(header, deadline)
 
-    def _pack(
-        self, number: int, seq: int, pieces: tuple[Piece, ...], packer: Packer, deadline: Deadline, *, last: bool
-    ) -> wire.Chunk:
-        """Take a slot and pack the chunk into it; its header."""
+    def _pack(self, number: int, seq: int, pieces: tuple[Piece, ...], packer: Packer, deadline: Deadline) -> wire.Chunk:
+        """Take a slot and pack the chunk into it; its header.
+
+        That calls every chunk the last one: the next may be taken back, so no backend is to wait for it beforehand.
+        """
         lane = self.lane
         if not lane.pool.free:
             self._wait(lambda: lane.pool.free > 0, deadline, "free slot")
@@ -221,7 +222,7 @@ class Posting:
         with lane.translated():
             lane.exporter.ready(slot, self._patience())
         location = lane.locate(slot, INBOX, number, seq)
-        return wire.Chunk(number, INBOX, seq, last, size, value, location, pieces)
+        return wire.Chunk(number, INBOX, seq, True, size, value, location, pieces)
 
     def _move(self, header: wire.Chunk) -> None:
         """The header has left, so the inbox owes its word for the slot."""

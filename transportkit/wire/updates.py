@@ -68,7 +68,7 @@ class Chunk(Struct, frozen=True, tag="chunk"):
 
     Args:
         seq: number of the chunk within its update, from 0.
-        last: no chunk follows.
+        last: no chunk is certain to follow. True in all of a mailbox, where the next one may be taken back.
         nbytes: used length of the slot.
         digest: xxh3-64 of these bytes, 0 when the terms say none.
         pieces: what lies where, in manifest order without gaps; None when the plan is known.
