@@ -137,9 +137,8 @@ def empty_like(expected: Mapping[str, Print]) -> dict[str, Tensor]:
     """Targets for these values, filled with other bytes."""
     targets = {}
     for name, (dtype, shape, data) in expected.items():
-        filled = bytearray(byte ^ 0x5A if dtype != "bool" else 1 - byte for byte in data)
-        memory = torch.frombuffer(filled, dtype=torch.uint8) if filled else torch.empty(0, dtype=torch.uint8)
-        targets[name] = memory.clone().view(dtype_of(dtype)).view(shape)
+        memory = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        targets[name] = (memory ^ (1 if dtype == "bool" else 0x5A)).view(dtype_of(dtype)).view(shape)
     return targets
 
 
