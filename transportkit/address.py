@@ -19,6 +19,7 @@ import os
 import re
 import socket
 import stat
+import struct
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal
@@ -304,14 +305,24 @@ def _clear(address: Address) -> None:
         )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
         answer = probe.connect_ex(address.path)
+        occupied = _OCCUPIED if answer else _occupant(probe)
     if answer == errno.ECONNREFUSED:
         os.unlink(address.path)
     elif answer in (errno.EACCES, errno.EPERM):
         raise OSError(answer, os.strerror(answer))
     elif answer != errno.ENOENT:
-        raise AddressError(
-            f"cannot listen on {address}: it is in use by a running process; choose another path or end that one"
-        )
+        raise AddressError(f"cannot listen on {address}: {occupied}")
+
+
+_OCCUPIED = "it is in use by a running process; choose another path or end that one"
+
+
+def _occupant(probe: socket.socket) -> str:
+    """Who listens at the other end, and what to do about it."""
+    pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if pid == os.getpid():
+        return "it is in use by this process; close() what listens there (abort() does not give it free)"
+    return f"it is in use by process {pid}; choose another path or end that one" if pid else _OCCUPIED
 
 
 def _cannot_bind(address: Address, error: OSError) -> AddressError:

@@ -14,7 +14,7 @@ from typing import Any
 from transportkit.address import Address, parse, reported, require_key, resolve
 from transportkit.auth import Preamble, Role, check_authkey
 from transportkit.deadline import Deadline
-from transportkit.errors import AddressError, AuthenticationError, TransportKitError
+from transportkit.errors import AddressError, AuthenticationError, DeadlineError, TransportKitError
 from transportkit.identity import same_user
 from transportkit.link.base import milliseconds
 from transportkit.link.sockets import SocketLink
@@ -73,10 +73,12 @@ def dial(
     keyword = "timeout" if wait is None else "wait"
     patience = Deadline(timeout if wait is None else wait, f"listener on {target}", keyword)
     pause = _PAUSE
+    last: _NotYetError | None = None
     while True:
         try:
-            return _try(target, authkey, timeout, patience, user_timeout)
+            return _try(target, authkey, timeout, patience, user_timeout, last)
         except _NotYetError as error:
+            last = error
             if patience.expired():
                 raise AddressError(
                     f"nobody listens on {target} ({error}) after {patience.seconds:g} s; start the other side, check "
@@ -87,12 +89,21 @@ def dial(
 
 
 def _try(
-    target: Address, authkey: bytes | None, timeout: float | None, patience: Deadline, user_timeout: float
+    target: Address,
+    authkey: bytes | None,
+    timeout: float | None,
+    patience: Deadline,
+    user_timeout: float,
+    last: _NotYetError | None,
 ) -> SocketLink:
     try:
         found = resolve(target, patience)
     except AddressError as error:
         raise _NotYetError(f"{error}") from error  # a host may be started, and named, later
+    except DeadlineError:
+        if last is None:
+            raise
+        raise last from last.__cause__  # the time is over, and what kept the try before from succeeding says more
     refused: _NotYetError | None = None
     for family, sockaddr in found:
         require_key(target, authkey, sockaddr[0] if target.kind == "tcp" else "")

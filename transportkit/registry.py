@@ -312,7 +312,15 @@ def _from_environment(variable: str, installed: Sequence[Found]) -> tuple[str, .
     """The names in a variable, checked; None when it is unset or empty."""
     names = tuple(dict.fromkeys(filter(None, (name.strip() for name in os.environ.get(variable, "").split(",")))))
     for name in names:
-        _select(name, installed, f"in the environment variable {variable}")
+        try:
+            _select(name, installed, f"in the environment variable {variable}")
+        except UnknownBackendError as error:
+            if variable == DISABLE_VARIABLE:
+                text = str(error).partition(" Others are plugins")[0]
+                raise UnknownBackendError(
+                    f"{text} Take the name out of the variable, or correct it", backend=name
+                ) from error
+            raise
     return names or None
 
 

@@ -133,7 +133,7 @@ def test_put_then_get_in_one_thread(way: Way) -> None:
         for number in range(3):
             assert outbox.put({"n": number, "t": torch.full((9_000,), number)}, timeout=20) == number + 1
         assert [inbox.get_nowait()["n"] for _ in range(3)] == [0, 1, 2]
-        with pytest.raises(tk.DeadlineError, match="no message within 0 s; 1 producers are there"):
+        with pytest.raises(tk.DeadlineError, match="no message within 0 s; 1 producer is there"):
             inbox.get_nowait()
         assert not inbox.poll()
         outbox.put(None)

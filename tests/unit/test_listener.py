@@ -391,6 +391,25 @@ def test_nobody_listens(tmp_path, wait, keyword):
         assert isinstance(caught.value.__cause__, OSError)
 
 
+def test_a_name_that_is_looked_up_too_slowly_at_a_later_try_hides_nothing(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    tries = []
+
+    def resolved(address, deadline):
+        tries.append(address)
+        if len(tries) > 1:
+            raise DeadlineError("the name was not resolved")
+        return [(socket.AF_INET, ("127.0.0.1", port))]
+
+    monkeypatch.setattr("transportkit.dial.resolve", resolved)
+    with pytest.raises(AddressError, match=r"nobody listens on .*Connection refused"):
+        dial(f"tcp://localhost:{port}", authkey=None, timeout=1, wait=0.01)
+    assert len(tries) == 2
+    with pytest.raises(DeadlineError, match="not resolved"):
+        dial(f"tcp://localhost:{port}", authkey=None, timeout=1, wait=0.01)
+
+
 def test_a_socket_does_not_meet_itself():
     """On Linux a port of the ephemeral range where nobody listens is sometimes given to the dialling socket itself."""
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())

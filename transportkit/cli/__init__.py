@@ -189,7 +189,7 @@ def _logging(debug: bool) -> None:
         def emit(self, record: logging.LogRecord) -> None:
             # The stderr of the moment: a progress bar puts lines above itself.
             if sys.stderr is not None:
-                text = " ".join(record.getMessage().split())
+                text = _in_options(" ".join(record.getMessage().split()))
                 sys.stderr.write(f"transportkit: {record.levelname.lower()}: {text}\n")
 
     logger = logging.getLogger("transportkit")

@@ -27,8 +27,11 @@ from transportkit.link.base import close_in_child
 from transportkit.listener import Listener
 from transportkit.mailbox.calling import down_the_link
 from transportkit.mailbox.producer import Producer
+from transportkit.mailbox.settings import DEFAULT_CHUNK_BYTES, DEFAULT_SLOTS
 from transportkit.session.inlet import Inlet
 from transportkit.session.joining import Joining
+from transportkit.session.options import DEFAULT_CHUNK_BYTES as SESSION_CHUNK_BYTES
+from transportkit.session.options import DEFAULT_SLOTS as SESSION_SLOTS
 from transportkit.session.peers import code_of
 
 if TYPE_CHECKING:
@@ -290,6 +293,10 @@ class Admission:
         producer.close(ClosedError("this Inbox is closed"))
 
     def _inspect(self, link: SocketLink, ours: wire.Hello, theirs: wire.Hello) -> None:
+        if theirs.limits == wire.Limits(
+            SESSION_CHUNK_BYTES, SESSION_SLOTS
+        ):  # as an Outbox would ask that is told nothing
+            theirs = msgspec.structs.replace(theirs, limits=wire.Limits(DEFAULT_CHUNK_BYTES, DEFAULT_SLOTS))
         outcome = negotiate(
             msgspec.structs.replace(theirs, role="sender"),
             {0: ours},

@@ -86,7 +86,7 @@ class Inbox:
             UnknownBackendError, BackendUnavailableError: a backend that was asked for by name.
             UsageError: a keyword is wrong, or nothing can be decoded as ``type``.
         """
-        self._settings = settings(keywords)
+        self._settings = settings(keywords, "type", "producers")
         self._keywords = keywords
         if producers is not None and (producers.__class__ is not int or producers < 1):
             raise UsageError(f"producers must be a positive integer, not {producers!r}")
@@ -113,6 +113,11 @@ class Inbox:
             except BaseException:
                 self._intake.close()
                 raise
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise UsageError(
+            "an Inbox does not go to another process: hand over an outbox of it (`inbox.outbox(ctx)`), or its `address`"
+        )
 
     @property
     def typed(self) -> bool:

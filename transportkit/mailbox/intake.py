@@ -214,12 +214,10 @@ class Intake:
             )
 
     def _empty(self, deadline: Deadline) -> DeadlineError:
-        told = [f"{len(self._here)} producers are there"]
+        told = ["1 producer is there" if len(self._here) == 1 else f"{len(self._here)} producers are there"]
         told += [f"{n} slots of {each.name} are in use" for each in self._here.values() if (n := each.open_chunks)]
-        return DeadlineError(
-            f"no message within {deadline.seconds or 0:g} s; {', '.join(told)} "
-            f"(raise `{deadline.keyword}=` where that is too short)"
-        )
+        advice = f" (raise `{deadline.keyword}=` where that is too short)" if deadline.seconds else ""
+        return DeadlineError(f"no message within {deadline.seconds or 0:g} s; {', '.join(told)}{advice}")
 
     def look_again(self) -> None:
         """A call was interrupted, nobody knows where: have the next one look at everybody."""

@@ -72,7 +72,7 @@ class Outbox:
             NegotiationError: no backend serves this pair; the text says why for each.
             PeerError, DeadlineError: the inbox was lost, or silent, or it is no inbox.
         """
-        wanted = settings(keywords)
+        wanted = settings(keywords, "reconnect")
         parse(address)
         if not isinstance(reconnect, bool):
             raise UsageError(f"reconnect must be True or False, not {reconnect!r}")
@@ -101,6 +101,12 @@ class Outbox:
         self._dialled: SocketLink | None = None
         self._encoder = Encoder(DEFAULT_INLINE, INLINE_TOGETHER)
         self._warned = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise UsageError(
+            "an Outbox does not go to another process: make it there (`Outbox(address)`), or hand over one that can be "
+            "inherited (`inbox.outbox(ctx)`)"
+        )
 
     @property
     def identity(self) -> str:

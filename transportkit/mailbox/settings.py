@@ -9,7 +9,7 @@ import attrs
 import msgspec
 
 from transportkit.errors import UsageError
-from transportkit.session.options import Options, hello, options
+from transportkit.session.options import KEYWORDS, Options, check_names, hello, options
 from transportkit.wire import Hello, Limits, Mailbox
 
 if TYPE_CHECKING:
@@ -58,12 +58,17 @@ class Settings:
         return msgspec.structs.replace(greeting, limits=limits, mailbox=mailbox)
 
 
-def settings(given: dict[str, Any]) -> Settings:
-    """Check keywords. Raises `UsageError` that names the wrong one and what it may be."""
-    given = dict(given)
-    ours = {name: given.pop(name) for name in ("capacity", "inline", "spin") if name in given}
+#: The keywords that a mailbox has beside those of a session.
+_OURS = ("capacity", "inline", "spin")
+
+
+def settings(given: dict[str, Any], *others: str) -> Settings:
+    """Check keywords; arguments and errors as of `session.options.options`."""
     if "progress" in given:
         raise UsageError("a mailbox reports no progress; leave `progress=` away")
+    check_names(given, {*KEYWORDS, *_OURS, *others} - {"progress"})
+    given = dict(given)
+    ours = {name: given.pop(name) for name in _OURS if name in given}
     for name, value in ours.items():
         if name == "inline" and value is None:
             continue

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import multiprocessing.context
-import os
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -56,7 +55,7 @@ def serve(address: str, *, receivers: int = 1, late: bool = False, **keywords: A
         UnknownBackendError, BackendUnavailableError: a backend that was asked for by name.
         UsageError: a keyword is wrong.
     """
-    wanted = options(keywords)
+    wanted = options(keywords, "receivers", "late")
     if type(receivers) is not int or receivers < 1:
         raise UsageError(f"receivers must be a positive integer, not {receivers!r}")
     if not isinstance(late, bool):
@@ -153,7 +152,10 @@ class _Ends:
         if role in self.closed:
             raise ClosedError(f"the {role} of this pair is closed in this process")
         if mine is None:
-            raise UsageError(f"the {role} of this pair was given up when its other end was first used in this process")
+            raise UsageError(
+                f"the {role} of this pair was given up when its other end was first used in this process; start the "
+                "process that is to have it before that"
+            )
         if other is not None:
             other.close()
         self.sender = self.receiver = None
@@ -186,7 +188,8 @@ class _Paired:
         if unused is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         ends, wanted, inherited = unused
-        link = SocketLink.over(ends.claim(self._role), kind="pair", peer=f"the other end of the pair of {os.getpid()}")
+        peer = "the other end of the pair (which a child has that was started before the first use of this one)"
+        link = SocketLink.over(ends.claim(self._role), kind="pair", peer=peer)
         give_up(inherited, _other(self._role))
         self._unused = None
         self._begin(link, wanted, inherited)

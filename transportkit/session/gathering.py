@@ -101,13 +101,25 @@ class Gathering:
                     self._lose(peer, error)
             if len(self._peers) == self._places and all(p.greeted for p in self._peers):
                 return
-            deadline.check()
+            if deadline.expired():
+                raise self._too_few(deadline)
             self._peers.keep_alive()
             pause = Deadline(deadline.remaining(cap=self._peers.beat), deadline.what)
             with contextlib.suppress(DeadlineError):
                 wait_links([peer.link for peer in self._peers], pause, [self._wake])
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
+
+    def _too_few(self, deadline: Deadline) -> DeadlineError:
+        came = f"{len(self._peers)} of {self._places} receivers" if len(self._peers) else "no receiver"
+        where = "" if self._listener is None else f" to {self._listener.address}"
+        failed = (
+            f"; {self.failures} connections came to nothing (`failures`; the log says why)" if self.failures else ""
+        )
+        return DeadlineError(
+            f"{came} came{where} within {deadline.seconds or 0:g} s{failed}; "
+            f"start the others, or raise `{deadline.keyword}=`"
+        )
 
     @property
     def holds(self) -> bool:

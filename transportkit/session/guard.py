@@ -12,6 +12,9 @@ from transportkit.errors import ClosedError, ForkedError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+#: The calls that return an iterator, within which they are still running.
+_ITERATORS = ("receive", "chunks")
+
 
 class Guard:
     """The lock of a session.
@@ -40,11 +43,7 @@ class Guard:
         """Begin a call. Raises what `check` raises, and `UsageError` while another call runs."""
         self.check()
         if not self._lock.acquire(blocking=False):
-            where = "inside itself or its callback" if self._thread == threading.get_ident() else "in another thread"
-            raise UsageError(
-                f"{self._what}.{call}() was called while {self._running}() is still running {where}; "
-                f"one call at a time (`abort()` ends it from any thread)"
-            )
+            raise UsageError(f"{self._what}.{call}() was called while {self._still()}")
         self._running, self._thread = call, threading.get_ident()
 
     def release(self) -> None:
@@ -75,10 +74,20 @@ class Guard:
             self.closed = "inherited by a forked child"
             return False
         if self.elsewhere:
-            raise UsageError(f"{self.running}() is running in another thread; `abort()` ends it")
+            raise UsageError(f"close() was called while {self._still()}")
         if self.running in within:
             raise UsageError(f"close() was called within {self.running}(); raise an exception to end it")
         return True
+
+    def _still(self) -> str:
+        """What is still running, and what to do about it."""
+        if self._running in _ITERATORS:
+            return (
+                f"the iterator of {self._running}() is not at its end; take the rest, or close it where it is "
+                "(`iterator.close()`), which fails its update"
+            )
+        where = "in another thread" if self.elsewhere else "inside itself or its callback"
+        return f"{self._running}() is still running {where}; one call at a time (`abort()` ends it from any thread)"
 
     @property
     def running(self) -> str:

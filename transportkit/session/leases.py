@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from transportkit.errors import BackendError, LeaseError
+from transportkit.errors import BackendError, LeaseError, TransportKitError
 from transportkit.manifest import nbytes
 from transportkit.packing import typed_view
 
@@ -80,6 +80,9 @@ class Lease:
         self._base = None
         try:
             self._imports.retire(self._chunk)
-        except BackendError as error:
-            if not leaving:
-                self._reroute(error)
+        except TransportKitError as error:
+            if leaving:
+                return
+            if not isinstance(error, BackendError):
+                raise
+            self._reroute(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
@@ -44,12 +44,29 @@ class Options:
     progress: Progress | None = None
 
 
-def options(given: dict[str, Any]) -> Options:
-    """Check keywords. Raises `UsageError` that names the wrong one and what it may be."""
-    known = {field.name for field in attrs.fields(Options)}
+#: The keywords that `options` knows.
+KEYWORDS = frozenset(field.name for field in attrs.fields(Options))
+
+
+def check_names(given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise `UsageError` for a keyword that is none of those."""
+    known = set(known)
     for name in given:
         if name not in known:
             raise UsageError(f"unknown keyword {name!r}; the keywords are {', '.join(sorted(known))}")
+
+
+def options(given: dict[str, Any], *others: str) -> Options:
+    """Check keywords.
+
+    Args:
+        given: what was passed in.
+        others: keywords of the same call that are not among these, for the text.
+
+    Raises:
+        UsageError: one is wrong; the text names it and what it may be.
+    """
+    check_names(given, KEYWORDS | set(others))
     for name in ("chunk_bytes", "slots"):
         if name in given and (not _is_int(given[name]) or given[name] < 1 or given[name] >= 1 << 62):
             raise UsageError(f"{name} must be a positive integer, not {given[name]!r}")
@@ -84,10 +101,12 @@ def texts(given: Mapping[str, str] | None) -> dict[str, str]:
         raise UsageError(f"metadata must be a mapping of text to text, not {given!r}")
     data = dict(given or {})
     for entry in data.items():
+        if not all(isinstance(text, str) for text in entry):
+            raise UsageError(f"metadata must map text to text, not {entry[0]!r} to {entry[1]!r}; convert with `str`")
         try:
             for text in entry:
                 str.encode(text)
-        except (TypeError, UnicodeEncodeError) as error:
+        except UnicodeEncodeError as error:
             raise UsageError(f"metadata must map text to text, not {entry[0]!r} to {entry[1]!r}: {error}") from error
     return data
 

@@ -59,18 +59,27 @@ class Receiver:
         self._updates = Updates(link, wanted, inherited, self._guard)
         self._binding: Binding | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise UsageError(
+            "a Receiver does not go to another process: make it there (`connect`), or hand over an end of `pair`"
+        )
+
     # -- the session --------------------------------------------------------------------------------------------------
 
-    def join(self) -> None:
+    def join(self, wait: float | None = None) -> None:
         """Agree with the sender; does nothing where that is done. `connect` and every other call do it first.
+
+        Args:
+            wait: bounds waiting until the sender is ready, in seconds; by default the session's.
 
         Raises:
             NegotiationError: no backend serves this pair; the text says why for each.
             PeerError: the sender is gone.
             DeadlineError: the sender said nothing within ``timeout``, or was not ready within ``wait``.
         """
+        per_call(wait, None)
         with self._guard.call("join"):
-            self._updates.join()
+            self._updates.join(None if wait is None else self._updates.ready_within(wait))
 
     @property
     def agreement(self) -> Agreement:

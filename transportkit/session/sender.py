@@ -106,6 +106,11 @@ class Sender:
         self._updates = 0
         self._version = 0
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise UsageError(
+            "a Sender does not go to another process: make it there (`serve`), or hand over an end of `pair`"
+        )
+
     # -- the session --------------------------------------------------------------------------------------------------
 
     @property
@@ -113,10 +118,13 @@ class Sender:
         """Where it listens, with the port that was chosen; empty where it does not."""
         return self._address
 
-    def wait(self) -> None:
+    def wait(self, wait: float | None = None) -> None:
         """Wait for the receivers and agree with them; does nothing where that is done. Every other call does it first.
 
         A connection that fails before its receiver is known costs only itself: it is counted in `failures` and logged.
+
+        Args:
+            wait: bounds waiting for the receivers, in seconds; by default the session's.
 
         Raises:
             NegotiationError: no backend serves some receiver; the text says why for each.
@@ -124,8 +132,9 @@ class Sender:
             DeadlineError: not all came within ``wait`` (those who came stay), or one made no progress within
                 ``timeout``.
         """
+        per_call(wait, None)
         with self._guard.call("wait"):
-            self._open()
+            self._open(None if wait is None else Deadline(wait, "receiver", "wait"))
 
     @property
     def agreement(self) -> Agreement:
@@ -331,7 +340,7 @@ class Sender:
         if self._agreement is not None:
             return
         if deadline is None:
-            deadline = Deadline(self._options.wait, "receiver, or not enough of them,", "wait")
+            deadline = Deadline(self._options.wait, "receiver", "wait")
         try:
             while self._links:
                 self._gathering.seat(self._links.pop(0))

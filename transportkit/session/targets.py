@@ -33,7 +33,11 @@ def check_own(target: object, tensors: Mapping[str, Tensor]) -> None:
     """Raise `TargetError` for what is no tensor, and for what a module makes anew, so that writing to it is in vain."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise TargetError(f"{name}: the target holds a {type(tensor).__name__} here, no tensor", tensor=str(name))
+            raise TargetError(
+                f"{name}: the target holds a {type(tensor).__name__} here, no tensor; give a torch tensor to write to "
+                "(`torch.from_numpy` makes one over an array)",
+                tensor=str(name),
+            )
     if not isinstance(target, nn.Module):
         return
     own = {0, *map(_storage, target.parameters()), *map(_storage, target.buffers())}
@@ -163,9 +167,10 @@ class Binding:
         text = f"{_listed(unknown)}: sent, but not in the target"
         if unsent:
             text += f"; {_listed(unsent)}: in the target, but not sent"
-        prefix = next((n.removesuffix(m) for n in unknown[:1] for m in unsent if n.endswith(m)), "")
-        if prefix:
-            text += f" (the sender's names begin with {prefix!r})"
+        for more, fewer, whose in ((unknown, unsent, "sender"), (unsent, unknown, "target")):
+            prefix = next((long.removesuffix(name) for long in more[:1] for name in fewer if long.endswith(name)), "")
+            if prefix:
+                text += f" (the {whose}'s names begin with {prefix!r})"
         if self._strict:
             text += "; give both sides the same names, or receive with strict=False"
         else:

@@ -74,7 +74,7 @@ class Updates:
         if self.joined is None:
             link = self.inlet.link
             if deadline is None:
-                deadline = Deadline(self._options.wait, f"word from {self.inlet.name}", "wait")
+                deadline = self.ready_within(self._options.wait)
             try:
                 if self._joining is None:
                     choice = choose(read_site(link.kind), self._options.backends)
@@ -88,6 +88,13 @@ class Updates:
             link.renew_on_progress = True
             link.control_limit = wire.CONTROL_FRAME_LIMIT
         return self.joined
+
+    def ready_within(self, wait: float | None) -> Deadline:
+        """Bounds waiting for a sender that is there and has not begun to agree."""
+        what = (
+            f"proposal from {self.inlet.name}, which agrees in its `wait()` or `send()`, once all receivers are there,"
+        )
+        return Deadline(wait, what, "wait")
 
     @contextlib.contextmanager
     def taking(

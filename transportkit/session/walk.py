@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from transportkit.errors import BackendError
+from transportkit.errors import BackendError, TransportKitError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -26,7 +26,7 @@ def walk(receiving: Receiving, sink: Sink) -> Generator[tuple[Imported, tuple[Pi
                 sink.extend(receiving.specs[-appended:])
             yield chunk, pieces
         except BaseException:
-            with contextlib.suppress(BackendError):
+            with contextlib.suppress(TransportKitError):  # what ended the walk says more
                 imports.retire(chunk)
             raise
         try:
