@@ -159,7 +159,9 @@ def _free_port() -> int:
 
 
 def _placed(code: str, folder: str, port: int) -> str:
-    return _UNIX.sub(f"unix:{folder}/example.sock", code).replace(_TCP, f"tcp://127.0.0.1:{port}")
+    return _UNIX.sub(lambda found: f"unix:{folder}/{Path(found[0]).name}", code).replace(
+        _TCP, f"tcp://127.0.0.1:{port}"
+    )
 
 
 @pytest.mark.parametrize(("page", "group"), GROUPS, ids=[f"{page}:{group}" for page, group in GROUPS])

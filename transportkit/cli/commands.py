@@ -110,7 +110,8 @@ def transportkit() -> None:
 
     ADDRESS is unix:PATH or tcp://HOST:PORT.
 
-    Exit codes: 0 done, 1 failed (one line on stderr says why), 2 wrong usage, 130 interrupted.
+    Exit codes: 0 done, 1 failed (one line on stderr says why), 2 wrong usage, 130, 143 and
+    129 stopped by SIGINT, SIGTERM and SIGHUP.
     """
 
 

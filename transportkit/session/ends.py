@@ -125,7 +125,7 @@ def pair(ctx: BaseContext | None = None, **keywords: Any) -> tuple[Sender, Recei
 
     Args:
         ctx: the `multiprocessing` context that starts the child; by default the current one.
-        **keywords: as for `serve`, for both ends.
+        **keywords: as for `connect`, for both ends.
     """
     wanted = options(keywords)
     if not isinstance(ctx, multiprocessing.context.BaseContext | None):
