@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Self
 
 import attrs
 
+from transportkit import threads
 from transportkit.address import bind, parse, reported
 from transportkit.auth import Preamble, Role, check_authkey
 from transportkit.deadline import Deadline
 from transportkit.dial import dial
-from transportkit.errors import ForkedError, PeerLostError, ProtocolError, TransportKitError, UsageError
+from transportkit.errors import ForkedError, PeerLostError, ProtocolError, ResourceError, TransportKitError, UsageError
 from transportkit.identity import describe, same_user
 from transportkit.link.base import close_in_child
 from transportkit.link.sockets import SocketLink
@@ -69,6 +70,7 @@ class Listener:
 
     Raises:
         AddressError, AuthenticationError, DeadlineError: see `transportkit.address.bind`.
+        ResourceError: descriptors have run out.
     """
 
     def __init__(
@@ -97,15 +99,18 @@ class Listener:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closed = self._forked = False
-        self._binding = bind(
-            parse(address), authkey=authkey, deadline=Deadline(timeout, f"place to listen on {address}")
-        )
-        try:
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._selector = selectors.DefaultSelector()
-        except OSError:
-            self._binding.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            try:
+                self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                undo.callback(os.close, self._wake)
+                self._selector = undo.enter_context(selectors.DefaultSelector())
+            except OSError as error:
+                raise ResourceError(f"no descriptor to listen on {address} with: {error.strerror}") from error
+            # Last: what is bound leaves a file, and without descriptors that could not be removed.
+            self._binding = bind(
+                parse(address), authkey=authkey, deadline=Deadline(timeout, f"place to listen on {address}")
+            )
+            undo.pop_all()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(self._binding.sock, selectors.EVENT_READ)
         close_in_child(self)
@@ -116,7 +121,11 @@ class Listener:
         return str(self._binding.address)
 
     def start(self) -> None:
-        """Begin to accept; connections that came since the constructor are waiting already."""
+        """Begin to accept; connections that came since the constructor are waiting already.
+
+        Raises:
+            ResourceError: there is no thread to be had.
+        """
         with self._lock:
             if self._forked:
                 raise ForkedError(
@@ -124,8 +133,7 @@ class Listener:
                 )
             if self._closed or self._thread is not None:
                 raise UsageError(f"the listener on {self.address} is {'closed' if self._closed else 'running'} already")
-            self._thread = threading.Thread(target=self._run, name="transportkit-listener", daemon=True)
-            self._thread.start()
+            self._thread = threads.start(self._run, "transportkit-listener")
 
     def close(self) -> None:
         """Stop listening, remove the socket's file, drop who is on the way. Idempotent; links handed over stay open.
@@ -304,7 +312,8 @@ class Listener:
 
     def _tell(self, peer: str, error: Exception) -> None:
         self.failures += 1
-        _log.info("connection from %s to %s came to nothing: %s", peer, self.address, error)
+        with contextlib.suppress(Exception):  # of a handler of the user's, say: it costs nobody else
+            _log.info("connection from %s to %s came to nothing: %s", peer, self.address, error)
         if self._on_failure is not None:
             try:
                 self._on_failure(peer, error)

@@ -45,7 +45,7 @@ def producer(way: Way) -> Iterator[Posting]:
     wanted = settings(SIZES | {"backends": [way.backend]})
     choice = choose(read_site("unix"), [way.backend])
     link = dial(way.address, authkey=None, timeout=20)
-    posting = call(link, wanted, choice, wire.Mailbox(8, "hostile"), {}, OutboxCounts())
+    posting = call(link, wanted, choice, wire.Mailbox(8, "hostile"), {}, OutboxCounts(), 20.0)
     try:
         yield posting
     finally:

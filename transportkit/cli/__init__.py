@@ -190,7 +190,8 @@ def _logging(debug: bool) -> None:
             # The stderr of the moment: a progress bar puts lines above itself.
             if sys.stderr is not None:
                 text = _in_options(" ".join(record.getMessage().split()))
-                sys.stderr.write(f"transportkit: {record.levelname.lower()}: {text}\n")
+                with contextlib.suppress(OSError, ValueError):  # whether somebody reads it is no matter to a transfer
+                    sys.stderr.write(f"transportkit: {record.levelname.lower()}: {text}\n")
 
     logger = logging.getLogger("transportkit")
     logger.handlers[:] = [Lines()]

@@ -55,7 +55,8 @@ class Unfinished:
                 raise CommandError(
                     f"cannot write {self.path}: it will be {size(nbytes)}, and {self._directory} has {size(free)} free"
                 )
-            name = f".{self._target.name[:100]}.{secrets.token_hex(4)}.partial"
+            stem = os.fsdecode(os.fsencode(self._target.name)[:100])  # names are bound in bytes
+            name = f".{stem}.{secrets.token_hex(4)}.partial"
             self._temporary = self._directory / name
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._descriptor = os.open(self._temporary, flags, 0o666)

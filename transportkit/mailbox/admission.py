@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from transportkit import wire
+from transportkit import threads, wire
 from transportkit.deadline import Deadline
 from transportkit.errors import ClosedError, ProtocolError, ResourceError, TransportKitError
 from transportkit.handshake import negotiate, peer_text
@@ -135,8 +135,8 @@ class Admission:
                 except OSError as error:
                     raise ResourceError(f"no descriptor for an inherited seat: {error.strerror}") from error
                 self._poller.register(self._wake, select.EPOLLIN)
-                self._waiter = threading.Thread(target=self._await_seats, name="transportkit-seats", daemon=True)
-                self._waiter.start()
+            if self._waiter is None:
+                self._waiter = threads.start(self._await_seats, "transportkit-seats")
             self._seats[seat.sock.fileno()] = seat
             self._poller.register(seat.sock, select.EPOLLIN)
 
@@ -234,11 +234,16 @@ class Admission:
             else:
                 self._links.add(link)
                 self._jobs.append(guarded)
-                if len(self._workers) < HANDSHAKES:
-                    thread = threading.Thread(target=self._work, name="transportkit-handshake", daemon=True)
-                    self._workers.add(thread)
-                    thread.start()
-                return
+                try:
+                    if len(self._workers) < HANDSHAKES:
+                        self._workers.add(threads.start(self._work, "transportkit-handshake"))
+                    return
+                except ResourceError as error:
+                    if self._workers:  # one of those will come to it
+                        return
+                    self._jobs.pop()
+                    self._links.discard(link)
+                    refused = error
         self._failed(link, refused)
 
     # -- on the threads of handshakes ---------------------------------------------------------------------------------

@@ -36,19 +36,21 @@ def call(
     mailbox: wire.Mailbox,
     inherited: dict[str, object],
     counts: OutboxCounts,
+    bound: float,
 ) -> Posting:
     """Agree with the inbox at the other end of a link, which is closed where that fails.
 
     Args:
         mailbox: what the outbox says of itself.
         inherited: per backend, what `Transport.inherit` made.
+        bound: on the lack of progress in the handshake, in seconds.
 
     Raises:
         NegotiationError: no backend serves this pair; the text says why for each.
         PeerError: it is no inbox, or it was lost.
         DeadlineError: it was silent.
     """
-    peers = Peers(settings.session.timeout)
+    peers = Peers(bound)
     greeting = settings.hello("sender", choice, link.kind, mailbox)
     peer = Consumer(INBOX, link, None, Conversation("sender"))
     peers.add(peer)
@@ -66,6 +68,7 @@ def call(
         except BaseException:
             lanes[0].close()
             raise
+        peers.timeout = settings.session.timeout
         return Posting(
             link,
             peers,

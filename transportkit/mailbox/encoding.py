@@ -268,12 +268,25 @@ def _bytes_of(tensor: Tensor, size: int) -> bytes:
     return ctypes.string_at(slot.data_ptr(), size)
 
 
+def _has_set(key: object) -> bool:
+    """Whether a key of a dict is a frozenset, or a tuple with one in it."""
+    return isinstance(key, frozenset) or (isinstance(key, tuple) and any(map(_has_set, key)))
+
+
 def _mark(value: Any) -> Any:
     """The tree with its tuples and sets marked; what holds none stays as it is."""
     kind = type(value)
     if kind is str or kind is int or kind is Tensor:
         return value
     if isinstance(value, dict):
+        for key in value:
+            if type(key) is not str and _has_set(key):
+                raise _UnfitError(
+                    key,
+                    MessageError,
+                    f"{key!r} is a key and is, or holds, a frozenset, for which MessagePack has only tuples: send "
+                    "pairs, or give the inbox a `type=`",
+                )
         return {key: _mark(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_mark(item) for item in value]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing.context
 import os
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,7 +20,7 @@ from transportkit.errors import (
     TransportKitError,
     UsageError,
 )
-from transportkit.inheritance import bequeath
+from transportkit.inheritance import bequeath, give_up
 from transportkit.link import pair_sockets
 from transportkit.link.base import close_in_child
 from transportkit.mailbox.admission import GRACE, Admission, Seat
@@ -31,7 +30,7 @@ from transportkit.mailbox.intake import Intake
 from transportkit.mailbox.mail import Mail, Postmark
 from transportkit.mailbox.seats import SeatOutbox
 from transportkit.mailbox.settings import seconds, settings
-from transportkit.mailbox.turns import Turn
+from transportkit.mailbox.turns import Turn, Turns
 from transportkit.registry import choose
 from transportkit.site import read_site
 
@@ -100,7 +99,9 @@ class Inbox:
         self._closed: str | None = None
         self._aborted = False
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._turns = Turns("Inbox")
+        self._closing = False
+        """Whether `close` interrupted a call of its own thread, which has to end first."""
         self._intake = Intake(self._counts, self._settings.spin, producers, self._check)
         close_in_child(self)
         self._admission = Admission(
@@ -111,6 +112,7 @@ class Inbox:
             try:
                 self._address = self._admission.listen(address)
             except BaseException:
+                self._admission.close()
                 self._intake.close()
                 raise
 
@@ -160,7 +162,13 @@ class Inbox:
             inherited = bequeath(self._choice.transports, context)
         ours, theirs = pair_sockets()
         outbox = SeatOutbox(theirs, wanted, inherited)
-        self._admission.expect(Seat(ours, inherited, outbox.release))
+        try:
+            self._admission.expect(Seat(ours, inherited, outbox.release))
+        except BaseException:
+            ours.close()
+            outbox.release()
+            give_up(inherited, "sender", "receiver")
+            raise
         return outbox
 
     # -- taking -------------------------------------------------------------------------------------------------------
@@ -185,7 +193,7 @@ class Inbox:
         self._check()
         deadline = self._deadline(timeout)
         try:
-            with Turn(self._lock, deadline, "Inbox"):
+            with Turn(self._turns, deadline):
                 return self._hand_out(self._intake.next(deadline), lease=not copy)
         except TransportKitError:
             raise
@@ -195,6 +203,8 @@ class Inbox:
         finally:
             if self._intake.unsettled:
                 self._settle_soon()
+            if self._closing:
+                self.close()
 
     def get_nowait(self, *, copy: bool = True) -> Any:
         """The next message if one is complete now; else raises `DeadlineError`. As ``get(timeout=0)``."""
@@ -205,10 +215,13 @@ class Inbox:
         self._check()
         deadline = self._deadline(timeout)
         try:
-            with Turn(self._lock, deadline, "Inbox"):
+            with Turn(self._turns, deadline):
                 self._intake.put_back(self._intake.next(deadline))
         except DeadlineError:
             return False
+        finally:
+            if self._closing:
+                self.close()
         return True
 
     def __iter__(self) -> Iterator[Any]:
@@ -311,11 +324,11 @@ class Inbox:
         """A lease has ended: free its slot now, or, where another thread is at it, as soon as that looks."""
         intake = self._intake
         intake.unsettled = True
-        while intake.unsettled and self._closed is None and self._lock.acquire(blocking=False):
+        while intake.unsettled and self._closed is None and self._turns.try_enter():
             try:
                 intake.settle()
             finally:
-                self._lock.release()
+                self._turns.leave()
         if intake.unsettled:
             intake.ring()
 
@@ -324,7 +337,8 @@ class Inbox:
     def close(self) -> None:
         """Stop listening and hang up on every producer, in order. Idempotent; wakes a `get` in another thread.
 
-        What producers have put and nobody has taken is dropped, which they learn.
+        What producers have put and nobody has taken is dropped, which they learn. From a signal handler it ends the
+        call that it interrupts, which then raises `ClosedError`.
         """
         if self._pid != os.getpid():
             self._closed = self._closed or "inherited by a forked child"
@@ -333,14 +347,17 @@ class Inbox:
             self._closed = "it was closed"
         self._intake.ring()
         self._admission.close()
-        if not self._lock.acquire(timeout=GRACE):
+        self._closing = self._turns.mine
+        if self._closing:
+            return
+        if not self._turns.try_enter(GRACE):
             self.abort()  # a call is in the middle of a chunk that does not come
-            if not self._lock.acquire(timeout=GRACE):
+            if not self._turns.try_enter(GRACE):
                 raise DeadlineError("a call in another thread does not end, so this Inbox cannot be closed")
         try:
             self._intake.close()
         finally:
-            self._lock.release()
+            self._turns.leave()
 
     def abort(self) -> None:
         """End it at once, from any thread: a running call raises `ClosedError`. Never blocks."""
@@ -355,7 +372,7 @@ class Inbox:
 
     def lose(self) -> None:
         """In a forked child: close the descriptors; the producers are the parent's."""
-        self._lock = threading.Lock()
+        self._turns = Turns("Inbox")
         self._closed = self._closed or "inherited by a forked child"
 
     def __enter__(self) -> Self:

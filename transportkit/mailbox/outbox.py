@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 from typing import TYPE_CHECKING, Any, Self
 
 from transportkit import wire
@@ -27,11 +26,12 @@ from transportkit.mailbox.calling import call
 from transportkit.mailbox.counts import OutboxCounts
 from transportkit.mailbox.encoding import Encoder
 from transportkit.mailbox.settings import DEFAULT_INLINE, INLINE_TOGETHER, LINK_INLINE, seconds, settings
-from transportkit.mailbox.turns import Turn
+from transportkit.mailbox.turns import Turn, Turns
 from transportkit.registry import choose
 from transportkit.site import read_site
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     from transportkit.link import SocketLink
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from transportkit.wire import Agreement
 
 _log = logging.getLogger("transportkit")
+
+#: How long a step of a handshake may take where a `put` that has less time dials again, in seconds.
+HANDSHAKE = 1.0
 
 #: Errors of one call, after which the link carries the next message, if it is not broken.
 _PASSING = (DeadlineError, BackendError, MessageError, TensorError)
@@ -77,7 +80,11 @@ class Outbox:
         if not isinstance(reconnect, bool):
             raise UsageError(f"reconnect must be True or False, not {reconnect!r}")
         self._prepare(wanted, address, reconnect=reconnect)
-        self._connect(Deadline(wanted.session.timeout, "inbox"))
+        self._opening = True
+        try:
+            self._connect(Deadline(wanted.session.timeout, "inbox"))
+        finally:
+            self._opening = False
 
     def _prepare(self, wanted: Settings, address: str, *, reconnect: bool) -> None:
         self._settings = wanted
@@ -86,14 +93,14 @@ class Outbox:
         self._inherited: dict[str, object] = {}
         self._choice = choose(read_site(address.partition(":")[0]), wanted.session.backends)
         self._closed: str | None = None
-        self._aborted = False
+        self._aborted = self._opening = False
         self._begin()
 
     def _begin(self) -> None:
         """Start as nobody else: a new identity, which has put nothing."""
         self._identity = os.urandom(8).hex()
         self._pid = os.getpid()
-        self._lock = threading.RLock()
+        self._turns = Turns("Outbox")
         self._number = 0
         self._orphans: list[int] = []
         self._counts = OutboxCounts()
@@ -204,12 +211,12 @@ class Outbox:
         deadline = self._deadline(None, "turn to put")
         with self._turn(deadline):
             self._open(deadline)
-            self._lock.acquire()
+            self._turns.keep()
             return self._number + 1
 
     def unreserve(self) -> None:
         """Let other threads put again."""
-        self._lock.release()
+        self._turns.give_up()
 
     # -- what became of it --------------------------------------------------------------------------------------------
 
@@ -274,7 +281,9 @@ class Outbox:
 
         Raises:
             DeadlineError: not everything was taken within ``timeout`` (by default the session's); it is closed all the
-                same, and what is complete at the inbox can still be taken.
+                same, and what is complete at the inbox can still be taken. A call of another thread that lasted as long
+                is ended, as by `abort`.
+            UsageError: it interrupts a call of the same thread, from a signal handler say; `abort` may do that.
             PeerError: the inbox was gone before it had taken everything.
             ClosedError: it was aborted before that.
         """
@@ -282,7 +291,7 @@ class Outbox:
             self._closed = self._closed or "inherited by a forked child"
             return
         deadline = self._deadline(timeout, "turn to close")
-        with self._turn(deadline, check=False):
+        with self._last_turn(deadline):
             posting = self._posting
             if self._closed is not None and posting is None:
                 return
@@ -323,7 +332,7 @@ class Outbox:
         if error is None:
             self.close()
             return
-        with contextlib.suppress(TransportKitError), self._turn(self._deadline(0, "turn to close"), check=False):
+        with contextlib.suppress(TransportKitError), self._last_turn(self._deadline(0, "turn to close")):
             posting, self._posting = self._posting, None
             self._closed = self._closed or str(error) or type(error).__name__
             if posting is not None:
@@ -345,7 +354,11 @@ class Outbox:
         return self._posting
 
     def _connect(self, deadline: Deadline) -> Posting:
-        posting = self._agree(self._link(deadline))
+        # Whoever puts has less time than whoever opens, but enough for a handshake.
+        bound = self._settings.session.timeout
+        if not self._opening:
+            bound = min(bound, max(deadline.remaining() or 0.0, HANDSHAKE))
+        posting = self._agree(self._link(deadline, bound), bound)
         wanted, together = self._settings.inline, LINK_INLINE if posting.carried else INLINE_TOGETHER
         if wanted is None:
             wanted = LINK_INLINE if posting.carried else DEFAULT_INLINE
@@ -354,24 +367,23 @@ class Outbox:
         self._counts.connections += 1
         return posting
 
-    def _link(self, deadline: Deadline) -> SocketLink:
+    def _link(self, deadline: Deadline, bound: float) -> SocketLink:
         session = self._settings.session
-        wait = session.wait if self._counts.connections == 0 else deadline.remaining()
         return dial(
             self._address,
             authkey=session.authkey,
-            timeout=session.timeout,
-            wait=wait,
+            timeout=bound,
+            wait=session.wait if self._opening else deadline.remaining(),
             user_timeout=session.timeout,
         )
 
-    def _agree(self, link: SocketLink) -> Posting:
+    def _agree(self, link: SocketLink, bound: float) -> Posting:
         self._dialled = link
         try:
             if self._closed is not None:
                 link.abort()
             mailbox = wire.Mailbox(self._settings.capacity, self._identity, self._number + 1)
-            return call(link, self._settings, self._choice, mailbox, self._inherited, self._counts)
+            return call(link, self._settings, self._choice, mailbox, self._inherited, self._counts, bound)
         finally:
             self._dialled = None
 
@@ -390,10 +402,23 @@ class Outbox:
         bound = seconds(timeout)
         return Deadline(self._settings.session.timeout if bound is None else bound, what)
 
-    def _turn(self, deadline: Deadline, *, check: bool = True) -> Turn:
-        if check:
-            self._check()
-        return Turn(self._lock, deadline, "Outbox")
+    def _turn(self, deadline: Deadline) -> Turn:
+        self._check()
+        return Turn(self._turns, deadline)
+
+    @contextlib.contextmanager
+    def _last_turn(self, deadline: Deadline) -> Iterator[None]:
+        """The turn of whoever ends it: a call of another thread that does not let go in time is ended as by `abort`."""
+        turn = Turn(self._turns, deadline)
+        try:
+            turn.__enter__()
+        except DeadlineError:
+            self.abort()
+            raise
+        try:
+            yield
+        finally:
+            turn.__exit__()
 
 
 def _numbers(numbers: list[int]) -> str:

@@ -7,6 +7,7 @@ extension value: which tensor of which message of which outbox it is, or the ten
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import typing
 from typing import TYPE_CHECKING, Any, Self
@@ -95,7 +96,13 @@ class OutOfBand:
         self._box = box
         self._inline = inline
         self._timeout = seconds(timeout)
+        self._pid = os.getpid()
         self._lock = threading.RLock()
+        """Of the outbox's side."""
+        self._changed = threading.Condition(threading.Lock())
+        """Of the inbox's: a message has come, or the thread that takes them has gone."""
+        self._taking = False
+        """Whether a thread takes messages out of the inbox, for all that wait."""
         self._encoder = Encoder(0, 0)
         self._decoder = Decoder(Any, box.device if isinstance(box, Inbox) else "cpu")
         self._batch: list[Any] | None = None
@@ -126,6 +133,7 @@ class OutOfBand:
         if not is_numeric(value):
             raise NotImplementedError(f"objects of type {type(value).__qualname__} are not for OutOfBand")
         outbox = self._outbox()
+        self._check_process()
         with self._lock:
             self._encoder.encode(value)  # raises where it does not travel
             if value.nbytes <= self._inline:
@@ -149,6 +157,7 @@ class OutOfBand:
     def __enter__(self) -> Self:
         """Begin a batch. Other threads that put through this outbox wait until it ends."""
         outbox = self._outbox()
+        self._check_process()
         self._lock.acquire()
         try:
             self._number = outbox.reserve()
@@ -174,6 +183,13 @@ class OutOfBand:
         finally:
             outbox.unreserve()
             self._lock.release()
+
+    def _check_process(self) -> None:
+        """In a forked child the lock is that of a thread that is not there, and so is its batch."""
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self._lock = threading.RLock()
+            self._batch = None
 
     def _here(self, value: Any) -> Ext:
         return Ext(HERE, self._encoder.encode(value, all_inline=True).body)
@@ -210,7 +226,7 @@ class OutOfBand:
     def fetch(self, producer: str, message: int, tensor: int) -> Any:
         """One tensor, by its numbers; each once."""
         key = producer, message
-        with self._lock:
+        with self._changed:
             self._await(key)
             tensors = self._came[key]
             try:
@@ -228,7 +244,7 @@ class OutOfBand:
 
     def drop(self, producer: str, message: int) -> None:
         """Nobody will ask for the tensors of this message: they are dropped, also where they are still to come."""
-        with self._lock:
+        with self._changed:
             if self._came.pop((producer, message), None) is None and message > self._newest.get(producer, 0):
                 self._dropped.add((producer, message))
 
@@ -238,6 +254,11 @@ class OutOfBand:
             raise UsageError("this OutOfBand is that of an Outbox: it encodes")
         deadline = Deadline(inbox.patience if self._timeout is None else self._timeout, "tensor")
         while key not in self._came:
+            if self._taking:  # by another thread, which takes whatever comes first
+                if deadline.expired():
+                    raise deadline.error()
+                self._changed.wait(deadline.remaining(_LOOK_PERIOD))
+                continue
             here = key[0] in inbox.producers
             if key[1] <= self._newest.get(key[0], 0):
                 raise MessageError(
@@ -246,7 +267,7 @@ class OutOfBand:
                     number=key[1],
                 )
             try:
-                value = inbox.get(deadline.remaining(_LOOK_PERIOD if here else 0.0))
+                value = self._take(inbox, deadline.remaining(_LOOK_PERIOD if here else 0.0))
             except DeadlineError:
                 if not here:
                     raise PeerLostError(
@@ -268,6 +289,17 @@ class OutOfBand:
                 self._dropped.discard(came)
                 continue
             self._came[came] = dict(enumerate(value))
+
+    def _take(self, inbox: Inbox, seconds: float | None) -> Any:
+        """The next message of the inbox; other threads may look for theirs meanwhile."""
+        self._taking = True
+        self._changed.release()
+        try:
+            return inbox.get(seconds)
+        finally:
+            self._changed.acquire()
+            self._taking = False
+            self._changed.notify_all()
 
     def _note(self, inbox: Inbox) -> Postmark:
         """Remember how far the producer of the last message is; its postmark."""

@@ -52,7 +52,7 @@ class SeatOutbox(Outbox):
             self._pid = os.getpid()  # a forked child may be the first to use it
         super()._check()
 
-    def _link(self, deadline: Deadline) -> SocketLink:
+    def _link(self, deadline: Deadline, bound: float) -> SocketLink:
         sock, self._sock = self._sock, None
         if sock is None:
             raise ClosedError(f"this Outbox is closed: {self._closed or 'its inherited link is used up'}")
