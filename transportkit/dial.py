@@ -81,7 +81,7 @@ def dial(
             last = error
             if patience.expired():
                 raise AddressError(
-                    f"nobody listens on {target} ({error}) after {patience.seconds:g} s; start the other side, check "
+                    f"nobody listens on {target} ({error}) after {patience.seconds:.3g} s; start the other side, check "
                     f"the address, or raise `{keyword}=`"
                 ) from error.__cause__
         time.sleep(patience.remaining(pause) or 0.0)
