@@ -409,6 +409,15 @@ def test_headers_are_parsed_with_their_metadata() -> None:
 # -- the file to be ---------------------------------------------------------------------------------------------------
 
 
+def test_a_name_as_long_as_names_may_be_has_room_for_its_temporary_one(tmp_path: Path) -> None:
+    out = tmp_path / ("\u6a21" * 81 + ".safetensors")  # 255 bytes
+    with Unfinished(out) as file:
+        file.begin(1)
+        file.write(0, b"x")
+        file.finish()
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
 def test_a_file_appears_only_when_it_is_finished(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with Unfinished(out) as file:
