@@ -298,9 +298,8 @@ class Admission:
         producer.close(ClosedError("this Inbox is closed"))
 
     def _inspect(self, link: SocketLink, ours: wire.Hello, theirs: wire.Hello) -> None:
-        if theirs.limits == wire.Limits(
-            SESSION_CHUNK_BYTES, SESSION_SLOTS
-        ):  # as an Outbox would ask that is told nothing
+        if theirs.limits == wire.Limits(SESSION_CHUNK_BYTES, SESSION_SLOTS):
+            # An Outbox that is told no sizes would ask for these.
             theirs = msgspec.structs.replace(theirs, limits=wire.Limits(DEFAULT_CHUNK_BYTES, DEFAULT_SLOTS))
         outcome = negotiate(
             msgspec.structs.replace(theirs, role="sender"),

@@ -67,7 +67,11 @@ class SeatOutbox(Outbox):
     def _connect(self, deadline: Deadline) -> Posting:
         if self.made_by != os.getpid():
             give_up(self._inherited, "receiver")
-        return super()._connect(deadline)
+        self._opening = True  # there is no second link to try it on
+        try:
+            return super()._connect(deadline)
+        finally:
+            self._opening = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         try:
