@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from mailbox_ends import address_in
 from torch import Tensor, nn
 
 import transportkit as tk
+from transportkit.testing import Call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -377,3 +379,37 @@ def test_a_lease_that_is_in_use_goes_on_after_a_release_that_failed(duo: Duo) ->
         return receiver.held
 
     assert duo(lambda s: s.send({"a": torch.ones(30)}).version, receive) == (1, 0)
+
+
+@pytest.mark.parametrize("way", ["apply", "receive"])
+def test_without_memory_for_a_tensor_its_name_is_told(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = 5000
+
+    def exhausted(original: Any) -> Any:
+        def make(*args: Any, **keywords: Any) -> torch.Tensor:
+            made: torch.Tensor = original(*args, **keywords)
+            if made.nbytes >= large:
+                raise RuntimeError("can't allocate memory")
+            return made
+
+        return make
+
+    weight = torch.ones(large, dtype=torch.uint8)
+    address = address_in(tmp_path)
+    connecting = Call(tk.connect, address, wait=20, chunk_bytes=1000)
+    with tk.serve(address, wait=20, chunk_bytes=1000) as sender, connecting.result(20) as receiver:
+        sending = Call(sender.send, {"b": torch.ones(3), "weight": weight, "tied": weight})
+        with monkeypatch.context() as patch:
+            if way == "apply":
+                patch.setattr(torch, "empty", exhausted(torch.empty))
+            else:
+                patch.setattr(torch.Tensor, "clone", exhausted(torch.Tensor.clone))
+            with pytest.raises(tk.TensorError, match=r"no memory .*'(weight|tied)'") as caught:
+                receiver.apply(len) if way == "apply" else list(receiver.receive())
+        assert caught.value.tensor == ("weight" if way == "apply" else "tied")
+        assert isinstance(sending.error(20), tk.PeerFailedError)
+        sending = Call(sender.send, {"weight": weight})
+        assert [name for name, _ in receiver.receive()] == ["weight"]
+        sending.result(20)

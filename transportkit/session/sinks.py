@@ -9,19 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from transportkit import wire
-from transportkit.errors import CallbackError, UpdateError
+from transportkit.errors import CallbackError, TensorError, UpdateError
 from transportkit.lifecycle import Watched
 from transportkit.manifest import nbytes
+from transportkit.memory import allocate
 from transportkit.packing import Writer, copy_bytes, typed_view
 from transportkit.session.peers import code_of
 from transportkit.session.targets import Binding, check_own, check_target, tensors_of
+from transportkit.wire import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from transportkit.errors import TransportKitError
     from transportkit.lifecycle import Imported
-    from transportkit.wire import Piece, TensorSpec
+    from transportkit.wire import Piece
 
 Pair = tuple[str, Tensor]
 
@@ -151,7 +153,8 @@ class IntoFunction(Sink):
             if piece.start == 0 and (
                 self._buffer.memory is None or self._buffer.memory.numel() < size or self._buffer.viewed
             ):
-                self._buffer = Watched(torch.empty(max(self._largest, size), dtype=torch.uint8, device=base.device))
+                room = TensorSpec(spec.name, "uint8", (max(self._largest, size),))
+                self._buffer = Watched(allocate(room, base.device))
             assert self._buffer.memory is not None
             copy_bytes(self._buffer.memory, piece.start, base, piece.offset, piece.nbytes)
             if piece.start + piece.nbytes == size:
@@ -173,6 +176,13 @@ class IntoFunction(Sink):
             self._function(pairs)
         except Exception as error:
             raise CallbackError(f"apply's function raised {type(error).__name__}: {error}") from error
+
+
+def _cloned(tensor: Tensor, name: str) -> Tensor:
+    try:
+        return tensor.clone()
+    except RuntimeError as error:
+        raise TensorError(f"no memory for {name!r}, {tensor.nbytes} bytes: {error}", tensor=name) from error
 
 
 class Owned(Sink):
@@ -208,7 +218,7 @@ class Owned(Sink):
             tensor = self._ready[index] = self._building.pop(index)
             self._writer.forget(index)
             for tied in self._tied.get(self._specs[index].name, ()):
-                self._ready[tied] = tensor.clone()
+                self._ready[tied] = _cloned(tensor, self._specs[tied].name)
 
     def ready(self) -> Iterator[Pair]:
         """The pairs that are complete and not handed out yet."""
