@@ -382,9 +382,7 @@ def test_a_lease_that_is_in_use_goes_on_after_a_release_that_failed(duo: Duo) ->
 
 
 @pytest.mark.parametrize("way", ["apply", "receive"])
-def test_without_memory_for_a_tensor_its_name_is_told(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_memory_a_tensor_is_named(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large = 5000
 
     def exhausted(original: Any) -> Any:
