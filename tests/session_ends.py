@@ -297,6 +297,11 @@ def descriptors() -> dict[int, str]:
     return found
 
 
+def shared_names() -> set[str]:
+    """What is in `/dev/shm`, but for the semaphores of `multiprocessing`: tests beside this one have some."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
 def leftovers(before: dict[int, str], grace: float = 2.0) -> list[str]:
     """The descriptors and mapped arenas beyond those of ``before``; threads that are ending get a moment."""
     limit = time.monotonic() + grace

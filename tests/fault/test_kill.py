@@ -268,10 +268,9 @@ def test_an_owner_that_is_killed_again_and_again_leaves_no_shared_memory(folder:
     assert swept(folder) == []
 
 
-def shared() -> tuple[list[str], bool]:
+def shared() -> tuple[set[str], bool]:
     """The names in /dev/shm, and whether more shared memory is in use than a little."""
-    names = sorted(path.name for path in Path("/dev/shm").iterdir())
-    return names, _shmem() > _SHMEM + (64 << 20)
+    return ends.shared_names(), _shmem() > _SHMEM + (64 << 20)
 
 
 def _shmem() -> int:

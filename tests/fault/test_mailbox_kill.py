@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
 import time
@@ -14,7 +13,7 @@ import pytest
 import torch
 from mailbox_ends import WAYS, Way, address_in, consume_for_ever, open_and_sleep, put_for_ever, reach, value
 from promptness import PROMPT
-from session_ends import Child, Talk, caught
+from session_ends import Child, Talk, caught, shared_names
 
 import transportkit as tk
 
@@ -279,7 +278,7 @@ def test_a_stopped_consumer_loses_nothing(backend: str, tmp_path: Path) -> None:
 
 
 def test_restarts_leave_nothing_behind(tmp_path: Path) -> None:
-    address, before = address_in(tmp_path), set(os.listdir("/dev/shm"))
+    address, before = address_in(tmp_path), shared_names()
     for _ in range(3):
         with Child(consume_for_ever, address, {"wait": 20}) as consumer:
             consumer.heard()
@@ -289,4 +288,4 @@ def test_restarts_leave_nothing_behind(tmp_path: Path) -> None:
                 for child in (producer, consumer):  # a producer whose consumer is gone ends by itself
                     child.signal(signal.SIGKILL)
                     child.join()
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_names() <= before

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 import shm_ends as ends
 from promptness import PROMPT
+from session_ends import shared_names
 
 from transportkit.deadline import Deadline
 from transportkit.errors import BackendError, DeadlineError, PeerLostError
@@ -350,7 +351,7 @@ print(int(whole[:100_000].sum()), flush=True)
 
 
 def test_an_unrelated_process_reads_on_after_the_exporter_is_gone(link: str) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_names()
     gc.collect()
     mapped = ends.mappings()
     exporter = ShmTransport.exporter(ends.terms(chunk_bytes=100_000), ends.PollWiring(link))
@@ -369,7 +370,7 @@ def test_an_unrelated_process_reads_on_after_the_exporter_is_gone(link: str) -> 
         reader.stdin.flush()
         assert reader.stdout.readline() == b"700000\n"
     assert reader.returncode == 0
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_names() <= before
 
 
 def _receive(link: str, invitation: bytes, handle: bytes, number: int, answers: object) -> None:
