@@ -14,6 +14,8 @@ from promptness import PROMPT
 from session_ends import BACKENDS, Child, Talk, caught, model, zeros
 
 import transportkit as tk
+from transportkit import wire
+from transportkit.session.roster import Roster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,6 +121,30 @@ def test_the_sender_survives_its_receiver(folder: Path, backend: str, step: str)
     assert str(receiver.pid) in error.peer
     assert swept(folder) == []
     assert ends.session_works(address, backends=[backend]) == backend
+
+
+def test_a_death_that_is_seen_with_the_last_word_is_told_to_the_next_update(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update has reached the receiver, so it succeeds; the loss is not forgotten for that."""
+    take = Roster.take
+
+    def and_gone(self: Roster, peer: Any, message: Any) -> bool:
+        progress = take(self, peer, message)
+        if isinstance(message, wire.Applied):
+            peer.gone = tk.PeerLostError(f"{peer.name} hung up", peer=peer.name)
+        return progress
+
+    monkeypatch.setattr(Roster, "take", and_gone)
+    address = f"unix:{folder}/s"
+    with Child(receive_for_ever, address, SIZES) as receiver, tk.serve(address, **SIZES) as sender:
+        assert sender.send(model()).lost == {}
+        for _ in range(2):
+            error, _ = caught(sender.send, model())
+            assert isinstance(error, tk.PeerLostError)
+            assert f"pid {receiver.pid}" in error.peer
+            assert "no receiver is left; open a new session" in str(error)
+        receiver.end()
 
 
 @pytest.mark.parametrize(

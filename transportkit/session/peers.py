@@ -103,6 +103,8 @@ class Peers:
         self._beaten = time.monotonic()
         self.on_message: Callable[[Peer, wire.Message], bool | None] = self._nothing_due
         """Takes what a peer says; returns False for what is no progress."""
+        self.last: TransportKitError | None = None
+        """What made the receiver go that was removed last."""
         self.minded: frozenset[int] | None = None
         """The receivers whose loss is raised; that of others is only noted (`Peer.gone`). None for all."""
 
@@ -134,6 +136,7 @@ class Peers:
     def remove(self, peer: Peer) -> None:
         """Hang up on a peer and forget it."""
         del self._peers[peer.number]
+        self.last = peer.gone
         peer.link.close()
 
     def send(self, peer: Peer, message: wire.Message) -> None:

@@ -12,7 +12,9 @@ from transportkit import wire
 from transportkit.deadline import Deadline
 from transportkit.errors import (
     PeerClosedError,
+    PeerError,
     PeerFailedError,
+    PeerLostError,
     TransportKitError,
     UsageError,
 )
@@ -270,9 +272,7 @@ class Sender:
             deadline = Deadline(wait, "receiver ready for the update", "wait")
             self._open(deadline)
             if not len(self._peers):
-                raise PeerClosedError(
-                    "no receiver is left; `admit` takes in those who come late", peer="every receiver"
-                )
+                raise self._deserted()
             resolved = resolve(source, post, self._previous)
             self._updates += 1
             sending = Sending(
@@ -302,6 +302,14 @@ class Sender:
             self._version = report.version
             self._previous = resolved.manifest.layout if isinstance(resolved, Static) else None
             return report
+
+    def _deserted(self) -> PeerError:
+        """Nobody is left to send to: why, where the last one did not leave in order."""
+        advice = "; `admit` takes in those who come late" if self._gathering.holds else "; open a new session"
+        last = self._peers.last
+        if isinstance(last, PeerLostError):
+            return PeerLostError(f"{last}; no receiver is left{advice}", peer=last.peer)
+        return PeerClosedError(f"no receiver is left{advice}", peer="every receiver")
 
     def _take_late(self, peer: Peer, message: wire.Message) -> None:
         """What a receiver still says of updates that are over: of leases that it held, and of what it failed in."""
