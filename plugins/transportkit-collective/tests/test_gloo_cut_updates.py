@@ -53,8 +53,8 @@ def test_a_group_that_ended_after_an_update_that_ended_early_is_made_anew(culpri
     leaves = culprit == "receiver"
     updates = [list(bulk(1 << 20, seed).items()) for seed in range(3)]
     with (
-        ends.receivers(where, 1, take_after_a_failure, leaves, 2) as one,
-        ends.receivers(where, count - 1, take_after_a_failure, False, 2) as others,
+        ends.receivers(where, 1, take_after_a_failure, leaves, 3) as one,
+        ends.receivers(where, count - 1, take_after_a_failure, False, 3) as others,
         tk.serve(where, receivers=count, **ends.KEYWORDS) as sender,
     ):
         assert sender.agreement is not None
@@ -68,11 +68,12 @@ def test_a_group_that_ended_after_an_update_that_ended_early_is_made_anew(culpri
             told = Call(sender.send, iter(tensors)).result(40)
             assert told.backends == dict.fromkeys(range(count), "gloo")
             assert (told.reroutes, told.lost) == ((), {})
-            used.append(list(sender._lanes))  # empty after the last one, where receivers have left already
-        assert [len(lanes) for lanes in used[:2]] == [1, 1]
-        assert used[0] != used[1], "the group that ended was used again"
+            used.append(list(sender._lanes))
+        assert [len(lanes) for lanes in used] == [1, 1, 1]
+        assert used[0] != used[1] == used[2], "the group that ended was used again, or a good one was not"
+        Call(sender.send, ends.LAST).result(40)
         for child in (*one, *others):
-            assert child.result(20) == [prints(tensors) for tensors in updates[1:]]
+            assert child.result(20) == [prints(tensors) for tensors in (*updates[1:], ends.LAST)]
 
 
 def test_a_group_lasts_from_one_whole_update_to_the_next() -> None:

@@ -60,11 +60,14 @@ def test_the_group_is_lost_in_mid_update(
     where = ends.address()
     keywords = {**ends.KEYWORDS, "backends": ("gloo", following)}
     updates = [bulk(1 << 20, seed) for seed in range(3)]
+    takes = ends.take if rank == "sender" else take_severed
     if rank == "sender":
         severing(CollectiveExporter, "publish", monkeypatch.setattr)
     with (
-        ends.receivers(where, count - 1, ends.take, len(updates), **keywords) as others,
-        ends.receivers(where, 1, ends.take if rank == "sender" else take_severed, len(updates), **keywords) as (one,),
+        ends.receivers(where, count - 1, ends.take, len(updates) + 1, **keywords) as others,
+        ends.receivers(where, 1, ends.take if rank == "sender" else take_severed, len(updates) + 1, **keywords) as (
+            one,
+        ),
         tk.serve(where, receivers=count, **keywords) as sender,
     ):
         assert {(each.backend, each.lane) for each in sender.agreement.assignments} == {("gloo", 0)}
@@ -79,8 +82,9 @@ def test_the_group_is_lost_in_mid_update(
             assert report.backends == dict.fromkeys(range(count), "gloo")
             assert report.reroutes == ()
             assert len({each.lane for each in sender.agreement.assignments}) == 1
+        Call(sender.send, ends.LAST).result(40)
         for child in (*others, one):
-            assert child.result(20) == [prints(tensors) for tensors in updates]
+            assert child.result(20) == [prints(tensors) for tensors in (*updates, ends.LAST)]
 
 
 def test_a_group_is_lost_again_and_again() -> None:
@@ -89,16 +93,17 @@ def test_a_group_is_lost_again_and_again() -> None:
     keywords = {**ends.KEYWORDS, "backends": ("gloo", "shm", "pickle")}
     updates = [bulk(1 << 20, seed) for seed in range(4)]
     with (
-        ends.receivers(where, 1, take_severed_from, 1, len(updates), **keywords) as (one,),
-        ends.receivers(where, 1, take_severed_from, 2, len(updates), **keywords) as (two,),
+        ends.receivers(where, 1, take_severed_from, 1, len(updates) + 1, **keywords) as (one,),
+        ends.receivers(where, 1, take_severed_from, 2, len(updates) + 1, **keywords) as (two,),
         tk.serve(where, receivers=2, **keywords) as sender,
     ):
         reports = [Call(sender.send, tensors).result(40) for tensors in updates]
         assert [bool(report.reroutes) for report in reports] == [True, True, False, False]
         assert all({"shm"} <= set(report.backends.values()) <= {"shm", "gloo"} for report in reports[:2])
         assert [set(report.backends.values()) for report in reports[2:]] == [{"gloo"}, {"gloo"}]
+        Call(sender.send, ends.LAST).result(40)
         for child in (one, two):
-            assert child.result(20) == [prints(tensors) for tensors in updates]
+            assert child.result(20) == [prints(tensors) for tensors in (*updates, ends.LAST)]
 
 
 def take_severed_from(receiver: Receiver, update: int, updates: int) -> list[Any]:
