@@ -55,8 +55,8 @@ def take(receiver: Receiver, updates: int) -> list[Any]:
     return [prints(list(receiver.receive())) for _ in range(updates)]
 
 
-#: What is sent when a test has seen what it wants. Until then every receiver stays: the end of the first one that leaves
-#: ends the group, perhaps before another has read the last chunk, which that one then gets over the next group.
+#: What is sent when a test has seen what it wants. Until then every receiver stays: the first one that leaves ends the
+#: group, perhaps before another one has read the last chunk, which that one then gets over the next group.
 LAST = {"last": torch.ones(3)}
 
 

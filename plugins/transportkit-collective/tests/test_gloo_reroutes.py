@@ -65,9 +65,7 @@ def test_the_group_is_lost_in_mid_update(
         severing(CollectiveExporter, "publish", monkeypatch.setattr)
     with (
         ends.receivers(where, count - 1, ends.take, len(updates) + 1, **keywords) as others,
-        ends.receivers(where, 1, ends.take if rank == "sender" else take_severed, len(updates) + 1, **keywords) as (
-            one,
-        ),
+        ends.receivers(where, 1, takes, len(updates) + 1, **keywords) as (one,),
         tk.serve(where, receivers=count, **keywords) as sender,
     ):
         assert {(each.backend, each.lane) for each in sender.agreement.assignments} == {("gloo", 0)}
