@@ -310,28 +310,23 @@ def _checked(backends: object, installed: Sequence[Found]) -> tuple[str, ...]:
 
 def _from_environment(variable: str, installed: Sequence[Found]) -> tuple[str, ...] | None:
     """The names in a variable, checked; None when it is unset or empty."""
+    advice = "Take the name out of the variable, or correct it" if variable == DISABLE_VARIABLE else _INSTALL
     names = tuple(dict.fromkeys(filter(None, (name.strip() for name in os.environ.get(variable, "").split(",")))))
     for name in names:
-        try:
-            _select(name, installed, f"in the environment variable {variable}")
-        except UnknownBackendError as error:
-            if variable == DISABLE_VARIABLE:
-                text = str(error).partition(" Others are plugins")[0]
-                raise UnknownBackendError(
-                    f"{text} Take the name out of the variable, or correct it", backend=name
-                ) from error
-            raise
+        _select(name, installed, f"in the environment variable {variable}", advice)
     return names or None
 
 
-def _select(name: str, installed: Sequence[Found], where: str) -> Found:
+_INSTALL = "Others are plugins: install the distribution that has it"
+
+
+def _select(name: str, installed: Sequence[Found], where: str, advice: str = _INSTALL) -> Found:
     for found in installed:
         if found.name == name:
             return found
     names = ", ".join(dict.fromkeys(found.name for found in installed))
     raise UnknownBackendError(
-        f"no backend {name!r} ({where}) is installed; installed are: {names}. Others are plugins: install the "
-        f"distribution that has it",
+        f"no backend {name!r} ({where}) is installed; installed are: {names}. {advice}",
         backend=name,
     )
 
